@@ -124,7 +124,7 @@ def _reason(verdicts: Mapping[str, str]) -> str:
         return "not causal"
     if "Unrecognized configuration class" in said:
         return "`AutoModelForCausalLM` does not load what it builds and saves"
-    return said.partition("does not read text alone: ")[2].partition("; take")[0] or said
+    return said.partition("does not accept token ids only: ")[2].partition("; use")[0] or said
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -225,7 +225,7 @@ SETTINGS: dict[str, tuple[list[str], str]] = {
     "a model folder that is not there": (["model.name=./absent"], "[model] name = './absent': no such folder; give one with config.json"),
     "a model that is a file": (["model.name=exp.toml"], "exp.toml': this is a file; give a folder"),
     "a model folder without a tokenizer": (["model.name=other"], "other': the folder has no config.json, no weights, no tokenizer"),
-    "a hub model without a network": (["model.name=nobody/nothing"], "[model] name = 'nobody/nothing': the Hugging Face hub does not answer"),
+    "a hub model without a network": (["model.name=nobody/nothing"], "[model] name = 'nobody/nothing': the Hugging Face hub is not reachable"),
 }  # fmt: skip
 
 
@@ -291,14 +291,14 @@ def sequence_to_sequence(folder: Path) -> None:
 
 MODELS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), [], "the folder has no weights;"),
-    "half the weights": (lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-99]), [], "no causal language model could be loaded from there"),
-    "weights that are text": (lambda folder: (folder / "model.safetensors").write_text("weights"), [], "no causal language model could be loaded from there"),
-    "weights of another shape": (unlike, [], "no causal language model could be loaded from there"),
+    "half the weights": (lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-99]), [], "cannot load a causal language model: "),
+    "weights that are text": (lambda folder: (folder / "model.safetensors").write_text("weights"), [], "cannot load a causal language model: "),
+    "weights of another shape": (unlike, [], "cannot load a causal language model: "),
     "no config": (lambda folder: (folder / "config.json").unlink(), [], "the folder has no config.json;"),
-    "a config that is no JSON": (lambda folder: (folder / "config.json").write_text("{"), [], "could be loaded from there"),
-    "an unknown kind of model": (lambda folder: config(folder, model_type="nobodys"), [], "could be loaded from there"),
-    "a tokenizer that is no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), [], "no tokenizer could be loaded from there"),
-    "no causal model": (sequence_to_sequence, [], "no causal language model could be loaded from there"),
+    "a config that is no JSON": (lambda folder: (folder / "config.json").write_text("{"), [], "cannot load a "),
+    "an unknown kind of model": (lambda folder: config(folder, model_type="nobodys"), [], "cannot load a "),
+    "a tokenizer that is no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), [], "cannot load a tokenizer: "),
+    "no causal model": (sequence_to_sequence, [], "cannot load a causal language model: "),
     "targets that are not there": (lambda folder: None, ["model.lora.targets=['q_proj']"], "[model.lora] targets = ['q_proj']: "),
 }  # fmt: skip
 

@@ -161,8 +161,8 @@ def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
     the run in one process, but for the client's: there it is what its pairs tell under the last model."""
     folder, _, warned = tasty
     assert [text for text in warned if "no adapter" in text] == [
-        "no adapter is saved: an adapter cannot hold a selector with a latent taste: `prefed export` writes "
-        "a folder that does"
+        "no adapter is saved: an adapter cannot contain a selector with a latent taste; export the client's "
+        "folder"
     ]
     over, alone = folder / "over", folder / "alone"
     says(["export", over, "--out", tmp_path / "shared"])

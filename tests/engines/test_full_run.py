@@ -128,7 +128,10 @@ def test_what_else_is_refused(place):
     tree = experiment(place).model_dump()
     for changes, text in (
         ({"merge": {"lora": "ffa"}}, "applies to the factors of a LoRA"),
-        ({"model": {"name": "m", "train": "full", "dtype": "bfloat16"}}, "trains every weight, in float32"),
+        (
+            {"model": {"name": "m", "train": "full", "dtype": "bfloat16"}},
+            "train = 'full' requires float32: remove dtype = 'bfloat16'",
+        ),
         (
             {"method": {"name": "fedbis"}, "align": {"prompts": "p.txt"}},
             "set the model to align in \\[align.model\\]",

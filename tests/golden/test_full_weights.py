@@ -92,5 +92,7 @@ def test_a_merged_model_holds_the_weights(tmp_path):
     for name, weight in loaded.named_parameters():
         assert torch.equal(weight, moved[f"weights/{name}"])
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
-    with pytest.raises(ModelError, match="every weight was trained, which no adapter can hold"):
+    with pytest.raises(
+        ModelError, match="all weights were trained, which an adapter cannot contain; export a merged model"
+    ):
         save_adapter(model, moved, tmp_path / "adapter")

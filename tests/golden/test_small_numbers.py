@@ -175,16 +175,16 @@ def test_a_gpu_gives_the_gradient_of_the_cpu(dtype: str, bound: float, fast: boo
 
 
 def test_float16_on_a_cpu_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"dtype = 'float16' is for GPUs.*bfloat16 or float32"):
+    with pytest.raises(
+        ModelError, match="dtype = 'float16' requires a GPU, but the model is on the CPU; use bfloat16 or"
+    ):
         backbone("gpt2", dtype="float16")
 
 
 def test_four_bits_without_their_package_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
     config = ModelConfig(name="gpt2", quantize="nf4", device="cpu")
-    with pytest.raises(
-        ModelError, match=r"needs the package bitsandbytes: pip install 'prefed\[quantized\]'"
-    ):
+    with pytest.raises(ModelError, match=r"'nf4' requires bitsandbytes: pip install 'prefed\[quantized\]'"):
         load_causal(config)
 
 
@@ -192,12 +192,14 @@ def test_four_bits_without_their_package_are_refused(monkeypatch) -> None:
 def test_parts_that_need_whole_weights_are_refused_over_four_bits(parts) -> None:
     """FedEx-LoRA adds to the weights themselves, and FedSDG's two branches are fused with them."""
     config = ModelConfig(name="gpt2", quantize="nf4", device="cpu")
-    with pytest.raises(ModelError, match=r"needs whole weights.*another method"):
+    with pytest.raises(
+        ModelError, match=r"needs full weights \(for .*\); remove quantize or use another method"
+    ):
         make_backbone(causal("gpt2"), None, config, Key(1), frozenset(parts))
 
 
 def test_every_weight_does_not_train_in_four_bits() -> None:
-    with pytest.raises(ValueError, match=r"weights of 4 bits cannot train: leave quantize = 'nf4' out"):
+    with pytest.raises(ValueError, match="'full' cannot train 4-bit weights: remove quantize = 'nf4'"):
         ModelConfig(name="gpt2", quantize="nf4", train="full")
 
 

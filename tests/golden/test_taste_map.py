@@ -247,7 +247,7 @@ def test_what_cannot_be_done_says_so() -> None:
     model, tensors = moved("gpt2")
     with pytest.raises(ValueError, match="got 5 tastes for 6 pairs; pass one taste per pair"):
         PairTrainer(model, PAIRS, tastes=tastes(5))
-    with pytest.raises(ValueError, match="has 32 numbers, and this one 4"):
+    with pytest.raises(ValueError, match="a taste has 4 numbers, but the policy expects 32; set its"):
         PairTrainer(model, PAIRS, tastes=tastes()[:, :4]).score(tensors, ROWS)
     with pytest.raises(ValueError, match="no part 'taste_map'"):
         PairTrainer(backbone("gpt2"), PAIRS, tastes=tastes()).model.run(ROWS)

@@ -129,14 +129,14 @@ def save_adapter(
     residuals = [n for n in tensors if tensors.layout[n].part == "residual" and bool(tensors[n].any())]
     if residuals:
         raise ModelError(
-            f"the run changed {len(residuals)} base weights (FedEx-LoRA): an adapter cannot hold that; "
-            "export a merged model instead"
+            f"the run changed {len(residuals)} base weights (FedEx-LoRA), which an adapter cannot contain; "
+            "export a merged model"
         )
     if WEIGHTS in backbone.needs:
-        raise ModelError("every weight was trained, which no adapter can hold: export a merged model instead")
+        raise ModelError("all weights were trained, which an adapter cannot contain; export a merged model")
     if "variational" in backbone.needs:
         raise ModelError(
-            "an adapter cannot hold a selector with a latent taste: `prefed export` writes a folder that does"
+            "an adapter cannot contain a selector with a latent taste; export the client's folder"
         )
     backbone.load(tensors)
     added = OneTaste.of(backbone, taste)
@@ -157,7 +157,7 @@ def _write_adapter(backbone: Backbone, folder: Path, added: OneTaste | None = No
     config = copy.deepcopy(backbone.model.peft_config["default"])
     config.r, config.lora_alpha, config.inference_mode = rank, backbone.scaling * rank, True
     if isinstance(config.target_modules, set):
-        # The order of a set differs between processes, and equal runs must write equal files.
+        # Set order differs between processes, but equal runs must write equal files.
         config.target_modules = sorted(config.target_modules)
     if added is not None:
         stem, count = f"base_model.model.{added.path}", backbone.causal.get_input_embeddings().num_embeddings
@@ -212,9 +212,9 @@ def load_client(folder: str | Path, base: str | None = None) -> Backbone:
         about = json.loads((folder / ABOUT).read_text("utf-8"))
         values = load_file(str(folder / TENSORS))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} holds no exported client: {error}") from error
+        raise ModelError(f"{folder} does not contain an exported client: {error}") from error
     if about["format"] != FORMAT:
-        raise ModelError(f"{folder / ABOUT} is of format {about['format']}; this version reads {FORMAT}")
+        raise ModelError(f"{folder / ABOUT} has format {about['format']}; this version supports {FORMAT}")
     config = ModelConfig.model_validate({**about["model"], **({"name": base} if base else {})})
     backbone = load_backbone(config, Key(0), frozenset(about["needs"]))
     expected = {(entry.name, entry.shape) for entry in backbone.layout.entries}
@@ -241,18 +241,16 @@ def save_merged(
             blocks that share weights; the weights are in 4 bits; or ``taste`` does not fit the model.
     """
     if backbone.config.quantize is not None:
-        raise ModelError(
-            "weights of 4 bits cannot take an adapter in: export the adapter, and load it over the model"
-        )
+        raise ModelError("an adapter cannot be merged into 4-bit weights; export the adapter")
     if "variational" in backbone.needs:
         raise ModelError(
-            "a plain model cannot hold a selector with a latent taste: export its folder, without --merge"
+            "a plain model cannot contain a selector with a latent taste; export without --merge"
         )
     changed = {n.partition("/")[0] for n in tensors if not torch.equal(tensors[n], backbone.reference[n])}
     if "bottleneck" in changed:
         raise ModelError(
-            "a bottleneck cannot be merged into a plain model; export the client's folder instead "
-            "and load it with prefed.models.load_client"
+            "a bottleneck cannot be merged into a plain model; export the client's folder and load it with "
+            "prefed.models.load_client"
         )
     backbone.load(tensors)
     added = OneTaste.of(backbone, taste)
@@ -260,8 +258,8 @@ def save_merged(
     adapted = [layer.base_layer.weight for _, _, layer in lora_layers(causal)]
     if len(set(map(id, adapted))) < len(adapted):
         raise ModelError(
-            "blocks of this model share weights, and each block has its own adapter, so a merged model "
-            "cannot hold them: export the adapter instead"
+            "blocks of this model share weights but have separate adapters, which cannot be merged; export "
+            "the adapter"
         )
     deltas = {} if added is None else {f"{added.path}.weight": added.row.to(backbone.device)}
     for path, layer in causal.named_modules():
@@ -279,7 +277,7 @@ def save_merged(
             weight = (weight.float() + deltas[name]).to(value.dtype)
         state[name.replace(".base_layer.", ".")] = weight
     with atomic_folder(folder) as partial:
-        # A LoRA on a tied head is no part of the embeddings, and neither is a head that was trained.
+        # A LoRA on a tied head, or a trained head, must not change the embeddings.
         on_head = hasattr(causal.get_output_embeddings(), "lora_A")
         untied = "head" in changed or added is not None or on_head
         _plain_copy(causal, state, untied=untied).save_pretrained(partial)
@@ -325,23 +323,19 @@ class OneTaste:
         taste_map = backbone.taste_map
         if taste_map is None:
             if taste is not None:
-                raise ModelError(f"a taste is given, and the model has no part {TASTE_MAP!r} to take it")
+                raise ModelError(f"a taste is given, but the model has no part {TASTE_MAP!r}")
             return None
-        elsewhere = "or export a client's folder, which holds the policy for all tastes"
+        elsewhere = "or export the client's folder, which contains the policy for all tastes"
         if taste is None:
-            raise ModelError(
-                f"this policy takes a taste, and what other tools read is for one: give a taste, {elsewhere}"
-            )
+            raise ModelError(f"this policy can only be exported for one taste: give a taste, {elsewhere}")
         embeddings = taste_map.embeddings
         if not isinstance(embeddings, torch.nn.Embedding):
             kind = type(embeddings).__name__
             raise ModelError(
-                f"PEFT has no LoRA for input embeddings of the kind {kind}: take another model, {elsewhere}"
+                f"PEFT has no LoRA for input embeddings of type {kind}: use another model, {elsewhere}"
             )
         path = next(name for name, module in backbone.causal.named_modules() if module is embeddings)
         row = taste_map(taste).detach().cpu() / float(getattr(embeddings, "embed_scale", 1.0))
         if not bool(torch.isfinite(row).all()):
-            raise ModelError(
-                "at this taste the policy is not finite: its training diverged, or z is no number"
-            )
+            raise ModelError("the policy is not finite at this taste: training diverged, or z is NaN")
         return OneTaste(path, row)

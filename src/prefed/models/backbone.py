@@ -131,7 +131,7 @@ class Backbone:
             ValueError: ``tensors`` has another layout.
         """
         if tensors.layout is not self.layout and tensors.layout.names != self.layout.names:
-            raise ValueError("the tensors do not have the model's layout")
+            raise ValueError("tensors must have the model's layout")
         tensors.copy_to(self.flat)
         for name, (weight, original, transposed) in self._bases.items():
             residual = self.parameters[name]
@@ -221,11 +221,11 @@ def make_backbone(
     """
     unknown = needs - PART_BUILDERS.keys() - _FLAGS
     if unknown:
-        raise ModelError(f"no such part of a model: {', '.join(sorted(unknown))}")
+        raise ModelError(f"unknown parts of a model: {', '.join(sorted(unknown))}")
     if config.quantize is not None and (parts := sorted(needs & _PRODUCTS)):
         raise ModelError(
-            f"[model] quantize = {config.quantize!r}: the method or the merge rule needs whole weights (for "
-            f"{' and '.join(parts)}), not 4 bits of each: leave it out, or take another method"
+            f"[model] quantize = {config.quantize!r} is not possible, because the method or the merge rule "
+            f"needs full weights (for {' and '.join(parts)}); remove quantize or use another method"
         )
     family = FAMILIES.get(model.config.model_type)
     model.requires_grad_(False)
@@ -267,7 +267,7 @@ def make_backbone(
         for entry in layout.entries
         if entry.factor == "B" or entry.part in ("personal_lora", TASTE_MAP) or entry.name in DECODER
     ]
-    # The two share all that is untouched as it starts.
+    # ``initial`` and ``reference`` share memory except for these tensors.
     reference = Layered(layout, initial, Tensors.zeros(layout.select(silent))) if silent else initial
     return Backbone(
         model=wrapped,
@@ -310,8 +310,8 @@ def recompute_blocks(causal: Any) -> None:
     blocks = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
         raise ModelError(
-            f"[model] checkpointing: it is not known which modules of a model of type "
-            f"{causal.config.model_type!r} are its blocks: leave it out, and lower [engine] max_tokens"
+            f"[model] checkpointing does not support model type {causal.config.model_type!r}; remove it and "
+            "lower [engine] max_tokens"
         )
     for block in blocks:
         block.forward = functools.partial(_recomputed, block.forward)
@@ -332,7 +332,7 @@ def model_digest(backbone: Backbone) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in backbone.causal.named_parameters():
         if ".lora_" in name or WEIGHTS in backbone.needs:
-            continue  # ``initial`` has it
+            continue  # part of ``initial``
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.float32)
         digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.numpy().tobytes())

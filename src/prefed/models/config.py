@@ -23,12 +23,12 @@ class LoraSettings(StrictModel):
     """Shared low-rank adapter (Hu et al. 2022)."""
 
     rank: int = Field(8, ge=1, description="rank r of each pair of factors")
-    alpha: float = Field(16.0, gt=0, description="the product BA is multiplied by alpha / rank")
+    alpha: float = Field(16.0, gt=0, description="scale: BA is multiplied by alpha / rank")
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout on the adapter's input while training")
     targets: list[str] | None = Field(
         None,
         min_length=1,
-        description="names of the linear modules to adapt, or all-linear for all but the head; left out: "
+        description="names of the linear modules to adapt, or all-linear for all except the head; default: "
         "attention and feed-forward",
     )
 
@@ -46,7 +46,7 @@ class RewardSettings(StrictModel):
     width: int = Field(256, ge=1, description="width of the hidden layer")
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout on the hidden layer while training")
     pool: Literal["all", "completion"] = Field(
-        "all", description="tokens whose hidden states are averaged: prompt and response, or response"
+        "all", description="tokens to average over: all, prompt and response; or completion, the response"
     )
 
 
@@ -57,31 +57,33 @@ class VariationalSettings(StrictModel):
     widths: tuple[int, ...] = Field(
         (512, 256, 128),
         min_length=1,
-        description="widths of the layers of the MLP over a response, and of the encoder's over a pair",
+        description="layer widths of the response MLP and of the pair encoder",
     )
-    dropout: float = Field(0.1, ge=0, lt=1, description="dropout inside the response's MLP while training")
+    dropout: float = Field(0.1, ge=0, lt=1, description="dropout inside the response MLP while training")
     feature: Literal["apart", "difference"] = Field(
         "apart",
-        description="of a pair: apart, the difference of the MLP's outputs; or the MLP of the difference",
+        description="feature of a pair: apart, the difference of MLP outputs; or the MLP of the difference",
     )
     decoder: Literal["conditioned", "residual"] = Field(
         "conditioned",
-        description="conditioned, z weighs what the MLP sees; or residual, z adds to the letters' logits",
+        description="effect of z: conditioned, it weights the MLP features; or residual, it is added to "
+        "the letters' logits",
     )
     pool: Literal["end", "mean"] = Field(
-        "mean", description="the hidden state that represents a response: end-of-text, or the tokens' mean"
+        "mean", description="hidden state that represents a response: end-of-text, or the mean over tokens"
     )
-    prototypes: int = Field(2, ge=1, description="number of prototypes of tastes")
-    scale: float = Field(5.0, gt=0, description="length at which the prototypes start")
+    prototypes: int = Field(2, ge=1, description="number of taste prototypes")
+    scale: float = Field(5.0, gt=0, description="initial length of the prototypes")
 
     @model_validator(mode="after")
     def _fits(self) -> VariationalSettings:
         if self.prototypes > self.latent:
             raise ValueError(
-                f"{self.prototypes} prototypes cannot be orthogonal in {self.latent} dimensions: raise latent"
+                f"prototypes = {self.prototypes} exceeds latent = {self.latent}: they cannot be orthogonal; "
+                "raise latent"
             )
         if min(self.widths) < 1:
-            raise ValueError(f"every width must be at least 1, not {list(self.widths)}")
+            raise ValueError(f"widths must all be at least 1, not {list(self.widths)}")
         return self
 
 
@@ -92,8 +94,7 @@ class ModelConfig(StrictModel):
     revision: str | None = Field(None, description="hub revision: a branch, tag or commit")
     train: Literal["lora", "full"] = Field(
         "lora",
-        description="what methods train and send: an adapter over the frozen model, or full, every weight; "
-        "then lora has no effect",
+        description="tensors to train and send: lora, an adapter over the frozen model; or full, all weights",
     )
     lora: LoraSettings = Field(default_factory=lambda: LoraSettings(), description="the shared adapter")
     bottleneck: BottleneckSettings = Field(
@@ -106,19 +107,18 @@ class ModelConfig(StrictModel):
         default_factory=lambda: VariationalSettings(), description="for selectors with a latent taste"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="dtype of the frozen model; float16 is for GPUs"
+        "float32", description="dtype of the frozen model; float16 requires a GPU"
     )
     quantize: Literal["nf4", "fp4"] | None = Field(
         None,
-        description="keep the linear layers of the frozen model in 4 bits of this kind, by bitsandbytes; "
-        "left out: in dtype",
+        description="4-bit format for the linear layers of the frozen model (bitsandbytes); default: dtype",
     )
-    device: Device = Field("auto", description="where the model lives")
-    fast: bool = Field(True, description="use the fast paths where the model family allows them")
+    device: Device = Field("auto", description="device of the model")
+    fast: bool = Field(True, description="use fast paths if the model family supports them")
     checkpointing: bool = Field(
         False,
-        description="compute the inner values of every block a second time in the backward pass, not keep "
-        "them: less memory, more time, the same numbers",
+        description="gradient checkpointing: recompute activations in the backward pass, which takes less "
+        "memory and more time, with the same results",
     )
 
     @field_validator("device", mode="before")
@@ -135,13 +135,9 @@ class ModelConfig(StrictModel):
     @model_validator(mode="after")
     def _trainable(self) -> ModelConfig:
         if self.train == "full" and self.dtype != "float32":
-            raise ValueError(
-                f"train = 'full' trains every weight, in float32: leave dtype = {self.dtype!r} out, which is "
-                "for frozen models"
-            )
+            raise ValueError(f"train = 'full' requires float32: remove dtype = {self.dtype!r}")
         if self.train == "full" and self.quantize is not None:
             raise ValueError(
-                f"train = 'full' trains every weight, and weights of 4 bits cannot train: leave quantize = "
-                f"{self.quantize!r} out"
+                f"train = 'full' cannot train 4-bit weights: remove quantize = {self.quantize!r}"
             )
         return self

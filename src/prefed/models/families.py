@@ -165,12 +165,12 @@ def _find(model: Any, linear: dict[str, Any], names: Iterable[str]) -> list[str]
         if not matches:
             raise ValueError(
                 f"the model has no linear module {name!r}{did_you_mean(name, known)}; it has "
-                f"{listed(known, str, most=20)}; {ALL!r} stands for all but the head"
+                f"{listed(known, str, most=20)}; {ALL!r} selects all except the head"
             )
         if matches & barred:
             raise ValueError(
-                f"PEFT cannot adapt {name!r} in models of type {model.config.model_type!r}: leave it out; "
-                f"{ALL!r} stands for all that can be adapted"
+                f"PEFT cannot adapt {name!r} in models of type {model.config.model_type!r}; remove it, or "
+                f"use {ALL!r} for all modules that can be adapted"
             )
         found |= matches
     if not found:
@@ -223,8 +223,8 @@ def _check_rank(config: ModelConfig, targets: dict[str, Any]) -> None:
     }
     if narrow:
         _log.warning(
-            "[model.lora] rank = %d is above the smaller dimension of %s: ranks beyond that add numbers to "
-            "train and to send, and nothing that the adapter can express",
+            "[model.lora] rank = %d exceeds the smaller dimension of %s: the additional ranks add parameters "
+            "to train and send, but no capacity",
             config.lora.rank,
             listed(sorted(narrow), str),
         )

@@ -57,7 +57,7 @@ class PartContext:
         """
         if self.family is None:
             kind = self.causal.config.model_type
-            raise ValueError(f"it is not known where models of type {kind!r} keep their final norm")
+            raise ValueError(f"the final norm of model type {kind!r} is unknown")
         return getattr(self.causal.base_model, self.family.final_norm)
 
 
@@ -231,7 +231,7 @@ def _head(context: PartContext) -> Iterator[ParameterSpec]:
     """A copy of the LM head, untied from the input embeddings."""
     head = context.causal.get_output_embeddings()
     if hasattr(head, "lora_A"):
-        raise ValueError("[model.lora] targets names the head, which this method trains whole: leave it out")
+        raise ValueError("[model.lora] targets contains the head, which this method trains fully; remove it")
     start = head.weight.detach()
     if head.weight.dtype != torch.float32:
         head.forward = functools.partial(_linear, head)
@@ -281,7 +281,7 @@ def _norm(context: PartContext) -> Iterator[ParameterSpec]:
             continue
         match = re.search(r"\.?(\d+)\.", path)
         if own[0][1].dtype != torch.float32 and not isinstance(module.forward, FinalNorm):
-            # Mamba 2 gives a norm its input in the weight's dtype, which is the part's, not the model's.
+            # Mamba 2 casts the input of a norm to the weight's dtype, which is the part's, not the model's.
             FinalNorm(module, own[0][1].dtype)
         for name, parameter in own:
             start = parameter.detach().float().clone()
@@ -295,8 +295,8 @@ def _residual(context: PartContext) -> Iterator[ParameterSpec]:
     shared = [context.causal.get_input_embeddings(), *layers]
     if len({id(module.weight) for module in shared}) < len(shared):
         raise ValueError(
-            "[model.lora] targets names modules that share a weight, with each other or with the input "
-            "embeddings, and the merge rule would change it for both: leave them out"
+            "[model.lora] targets contains modules that share a weight with each other or with the input "
+            "embeddings, which the merge rule would change for both; remove them"
         )
     for stem, block, layer in lora_layers(context.causal):
         shape = (layer.out_features, layer.in_features)

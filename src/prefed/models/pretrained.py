@@ -31,10 +31,7 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         name = next(device for device in available if available[device])
     if not available[name]:
-        raise ModelError(
-            f"[model] device = {name!r}: PyTorch finds none on this machine, which has {present_devices()}; "
-            "use auto or cpu"
-        )
+        raise ModelError(f"[model] device = {name!r} is not available; this machine has {present_devices()}")
     return torch.device(name)
 
 
@@ -56,41 +53,38 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
     what_lacks = "is empty" if empty else f"has no {', no '.join(absent)}"
     lacks = ModelError(f"{key} = {name!r}: the folder {what_lacks}; {needed}")
     if folder.is_dir():
-        # Transformers would print what it looks for, or make a tokenizer without a vocabulary.
+        # Transformers would fail with a long message, or make a tokenizer without a vocabulary.
         if ("tokenizer" if what == "tokenizer" else "config.json") in absent:
             raise lacks
     elif folder.exists():
         raise ModelError(f"{key} = {name!r}: this is a file; give a folder")
-    # The hub has no such names, so a folder is meant. The hub client's message would mislead.
+    # Not a valid hub name, so it must be a folder. The message of the hub client would be misleading.
     elif name[:1] in ("/", ".", "~") or name.count("/") > 1:
         raise ModelError(f"{key} = {name!r}: no such folder; {needed}")
     with nullcontext(True) if folder.is_dir() else huggingface.in_reach() as answers:
         try:
-            # Otherwise transformers asks on the terminal, and takes a line of standard input for the answer.
+            # By default transformers asks on the terminal and reads the answer from standard input.
             loaded = kind.from_pretrained(name, trust_remote_code=False, **options)
             if _is_empty(loaded):
-                raise ValueError("its tokenizer has no vocabulary but special tokens")
+                raise ValueError("its tokenizer has no vocabulary except special tokens")
             return loaded
-        except Exception as error:  # a folder from elsewhere may hold anything
+        except Exception as error:  # a downloaded folder may contain anything
             if not answers:
                 raise ModelError(
-                    f"{key} = {name!r}: the Hugging Face hub does not answer (or HF_HUB_OFFLINE is set), "
-                    f"its local cache holds no {what} of that name, and there is no such folder; give one "
-                    "with config.json, weights and tokenizer, or run once where there is a network"
+                    f"{key} = {name!r}: the Hugging Face hub is not reachable (or HF_HUB_OFFLINE is set), "
+                    f"its local cache has no {what} with this name, and there is no such folder; {needed}, "
+                    "or run once with network access"
                 ) from error
-            reason = brief(error)
+            reason = f"{brief(error)}; {needed}, or a hub name"
             if "trust_remote_code" in str(error):
-                reason = "it needs custom code, and prefed runs no code that comes with a model"
+                reason = "it requires custom code, which prefed does not run"
             elif "weights_only" in str(error):
-                reason = "its weights are no plain tensors, and may hold code; give them as safetensors"
+                reason = "its weights may contain code; convert them to safetensors"
             elif "weights" in absent and what != "tokenizer":
                 raise lacks from error
             elif "backend tokenizer" in reason:
-                reason = "its tokenizer has no vocabulary: no tokenizer.json, and none of the older files"
-            raise ModelError(
-                f"{key} = {name!r}: no {what} could be loaded from there "
-                f"(a folder with config.json, weights and tokenizer, or a hub name): {reason}"
-            ) from error
+                reason = "its tokenizer has no vocabulary: tokenizer.json or a vocabulary file is missing"
+            raise ModelError(f"{key} = {name!r}: cannot load a {what}: {reason}") from error
 
 
 def _is_empty(loaded: Any) -> bool:
@@ -148,7 +142,7 @@ def check_dtype(config: ModelConfig, device: torch.device) -> None:
     """
     if config.dtype == "float16" and device.type == "cpu":
         raise ModelError(
-            "[model] dtype = 'float16' is for GPUs, and the model is on the CPU: take bfloat16 or float32"
+            "[model] dtype = 'float16' requires a GPU, but the model is on the CPU; use bfloat16 or float32"
         )
 
 
@@ -156,8 +150,7 @@ def _four_bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
     """Return the options of ``from_pretrained`` for 4-bit weights."""
     if find_spec("bitsandbytes") is None:
         raise ModelError(
-            f"[model] quantize = {config.quantize!r} needs the package bitsandbytes: "
-            "pip install 'prefed[quantized]'"
+            f"[model] quantize = {config.quantize!r} requires bitsandbytes: pip install 'prefed[quantized]'"
         )
     from transformers import BitsAndBytesConfig
 
@@ -167,7 +160,7 @@ def _four_bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
         bnb_4bit_compute_dtype=getattr(torch, config.dtype),
         bnb_4bit_use_double_quant=True,
     )
-    # Weights are quantised where they arrive, so they go to their device as they are read.
+    # Weights are quantised on the device that they are loaded to.
     place = torch.cuda.current_device() if device.type == "cuda" else device.type
     return {"quantization_config": scheme, "device_map": {"": place}}
 
@@ -221,14 +214,13 @@ def check_language_model(model: Any, name: str) -> None:
             hook.remove()
     except Exception as error:  # code of some two hundred architectures
         raise ModelError(
-            f"[model] name = {name!r}: a model of type {model.config.model_type!r} does not read text alone: "
-            f"{brief(error)}; take a causal language model"
+            f"[model] name = {name!r}: model type {model.config.model_type!r} does not accept token ids "
+            f"only: {brief(error)}; use a causal language model"
         ) from error
     if any(bool(gradient[..., -1, :].any()) for gradient in gradients):
         raise ModelError(
-            f"[model] name = {name!r} is not causal: its logits at a token depend on later tokens, so it "
-            "sees the tokens that it is to predict; take a causal language model (for BERT-like models, "
-            "one with is_decoder = true in config.json)"
+            f"[model] name = {name!r} is not causal: its logits at a token depend on later tokens; use a "
+            "causal language model (for BERT-like models, one with is_decoder = true in config.json)"
         )
 
 

@@ -26,7 +26,7 @@ def orthogonal_rows(key: Key, count: int, width: int, length: float) -> torch.Te
     True
     """
     if count > width:
-        raise ValueError(f"{count} vectors of {width} dimensions cannot all be orthogonal")
+        raise ValueError(f"{count} vectors cannot be orthogonal in {width} dimensions")
     draw = torch.randn((width, count), generator=key.torch(), dtype=torch.float64)
     q, r = torch.linalg.qr(draw)
     rows: torch.Tensor = (length * q * r.diagonal().sign()).T

@@ -138,7 +138,7 @@ class VariationalSelector:
             ValueError: the context is empty; z is then the prior's mean.
         """
         if len(features) == 0:
-            raise ValueError("a posterior needs a context pair; without any, z is the prior's mean")
+            raise ValueError("a posterior requires at least one context pair")
         x = _mlp(weights, "encoder", features, len(self.settings.widths))
         query, key, value = (_linear(weights, f"attention/{name}", x) for name in ("query", "key", "value"))
         attention = torch.softmax(query @ key.T / math.sqrt(x.shape[1]), -1)
@@ -248,8 +248,8 @@ class TasteMap:
         weight = self.weight
         if tastes.shape[-1] != weight.shape[1]:
             raise ValueError(
-                f"a taste of this model has {weight.shape[1]} numbers, and this one {tastes.shape[-1]}: give "
-                "the policy the selectors' [model.variational] latent"
+                f"a taste has {tastes.shape[-1]} numbers, but the policy expects {weight.shape[1]}; set its "
+                "[model.variational] latent to that of the selectors"
             )
         return F.linear(tastes.to(weight.device, weight.dtype), weight, self.bias)
 
@@ -284,7 +284,7 @@ def tasting(
         yield
         return
     if taste_map is None:
-        raise ValueError(f"a taste is given, and the model has no part {TASTE_MAP!r} to take it")
+        raise ValueError(f"tastes are given, but the model has no part {TASTE_MAP!r}")
     added = taste_map(tastes)
     if lengths is None:
         added = added[:, None]
