@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,10 @@ def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -
     """
     temporary = path.with_name(path.name + TEMPORARY)
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
-        try:
+        with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode) as handle:
             _write_all(handle, data)
             if durable:
                 os.fsync(handle)
-        finally:
-            os.close(handle)
         os.replace(temporary, path)  # noqa: PTH105 - one family of calls, so that tests can fail each
     except OSError as error:
         # Free the space of the unfinished file for writes after this error.
@@ -113,14 +110,11 @@ def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -
 def append(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Append ``data`` to ``path``, creating it if needed, and sync it to disk. Raises as :func:`write`."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode)
-        try:
+        with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode) as handle:
             # An empty file may be new, or its creator was killed before the folder was synced.
             empty = os.fstat(handle).st_size == 0
             _write_all(handle, data)
             os.fsync(handle)
-        finally:
-            os.close(handle)
     except OSError as error:
         raise write_error(path, len(data), error) from error
     if empty:
@@ -133,8 +127,7 @@ def allocate(path: Path, size: int, *, mode: int = 0o666) -> None:
     Several processes may call this at once, even while one of them writes. Raises as :func:`write`.
     """
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, mode)
-        try:
+        with _opened(path, os.O_RDWR | os.O_CREAT, mode) as handle:
             if os.fstat(handle).st_size > size:
                 os.ftruncate(handle, size)
             # On a full disk, a write through a memory map would kill the process.
@@ -142,8 +135,6 @@ def allocate(path: Path, size: int, *, mode: int = 0o666) -> None:
                 os.posix_fallocate(handle, 0, size)
             elif os.fstat(handle).st_size < size:
                 os.ftruncate(handle, size)
-        finally:
-            os.close(handle)
     except OSError as error:
         raise write_error(path, size, error) from error
 
@@ -191,11 +182,8 @@ def truncate(path: Path, size: int) -> None:
 
 def sync(path: Path) -> None:
     """Sync the content of a file, or the entries of a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path, os.O_RDONLY) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def replace(path: Path, to: Path) -> None:
@@ -207,6 +195,15 @@ def remove(path: Path) -> None:
     """Delete ``path`` if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # noqa: PTH108
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
+    handle = os.open(path, flags, mode)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _write_all(handle: int, data: bytes) -> None:

@@ -120,7 +120,7 @@ def with_lora(model: Any, config: ModelConfig, family: Family | None, outputs: b
         lora_alpha=config.lora.alpha,
         lora_dropout=config.lora.dropout,
         target_modules=_short(model, targets),
-        fan_in_fan_out=any(_is_transposed(linear[path]) for path in targets),
+        fan_in_fan_out=any(not isinstance(linear[path], nn.Linear) for path in targets),
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, adapter, autocast_adapter_dtype=False)
@@ -146,10 +146,6 @@ def _is_special(module: Any) -> bool:
     """Return whether a linear module has its own forward, such as a router."""
     kind = type(module)
     return kind.__module__.startswith("transformers.models.") and kind.__name__ != "FalconLinear"
-
-
-def _is_transposed(module: Any) -> bool:
-    return not isinstance(module, nn.Linear)
 
 
 def _find(model: Any, linear: dict[str, Any], names: Iterable[str]) -> list[str]:

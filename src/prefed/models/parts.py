@@ -66,12 +66,13 @@ class ParameterSpec:
     """One tensor of a part.
 
     Attributes:
-        place: puts a parameter, a view of the backbone's flat buffer, into the model.
+        place: puts a parameter, a view of the backbone's flat buffer, into the model. By default the
+            parameter is only in the backbone's ``parameters``.
     """
 
     entry: Entry
     start: torch.Tensor
-    place: Callable[[nn.Parameter], None]
+    place: Callable[[nn.Parameter], None] = lambda parameter: None
 
 
 def lora_layers(causal: Any) -> Iterator[tuple[str, int | None, Any]]:
@@ -269,8 +270,8 @@ def _reward(context: PartContext) -> Iterator[ParameterSpec]:
 def _value(context: PartContext) -> Iterator[ParameterSpec]:
     """A linear critic for PPO, initially zero, which PPO reads from the backbone's parameters."""
     dim = head_width(context.causal)
-    yield ParameterSpec(Entry("value/weight", (1, dim), "value"), torch.zeros(1, dim), lambda parameter: None)
-    yield ParameterSpec(Entry("value/bias", (1,), "value"), torch.zeros(1), lambda parameter: None)
+    yield ParameterSpec(Entry("value/weight", (1, dim), "value"), torch.zeros(1, dim))
+    yield ParameterSpec(Entry("value/bias", (1,), "value"), torch.zeros(1))
 
 
 def _norm(context: PartContext) -> Iterator[ParameterSpec]:
@@ -301,14 +302,14 @@ def _residual(context: PartContext) -> Iterator[ParameterSpec]:
     for stem, block, layer in lora_layers(context.causal):
         shape = (layer.out_features, layer.in_features)
         entry = Entry(f"residual/{stem}/W", shape, "residual", block)
-        yield ParameterSpec(entry, torch.zeros(shape), lambda parameter: None)
+        yield ParameterSpec(entry, torch.zeros(shape))
 
 
 def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
     """A part of the variational selector, which reads it from the backbone's parameters."""
     selector = VariationalSelector(context.config.variational, head_width(context.causal))
     for name, start in selector.starts(context.key, capped="cap" in context.needs)[part].items():
-        yield ParameterSpec(Entry(name, tuple(start.shape), part), start, lambda parameter: None)
+        yield ParameterSpec(Entry(name, tuple(start.shape), part), start)
 
 
 def _taste_map(context: PartContext) -> Iterator[ParameterSpec]:

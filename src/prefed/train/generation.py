@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -222,7 +223,7 @@ def complete_batch(
             past_key_values=cache,
             logits_processor=_processors(how, keys),
         )
-    return [_until_end(row, ends) for row in output[:, length:].tolist()]
+    return [list(takewhile(lambda token: token not in ends, row)) for row in output[:, length:].tolist()]
 
 
 @contextmanager
@@ -274,8 +275,3 @@ class GumbelNoise:
         for row, generator in zip(noise, self._generators, strict=True):
             generator.standard_exponential(out=row)
         return scores.float() - torch.from_numpy(noise).float().log_().to(scores.device)
-
-
-def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
-    end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:end]

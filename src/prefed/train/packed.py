@@ -175,6 +175,17 @@ class Packing:
             torch.from_numpy(np.concatenate(responses)).to(device),
         )
 
+    def mean(self, hidden: torch.Tensor, completion: bool) -> torch.Tensor:
+        """Average ``[T, d]`` hidden states over the tokens of each response: ``[2B, d]`` fp32.
+
+        See :meth:`pooling`.
+        """
+        rows, responses = self.pooling(completion)
+        count = 2 * len(self.segments)
+        total = torch.zeros(count, hidden.shape[1], device=hidden.device)
+        total = total.index_add(0, responses, hidden[rows].float())
+        return total / torch.bincount(responses, minlength=count).clamp(min=1)[:, None]
+
     def mask(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive attention mask of a pair, ``[L, L]``: 0 where a token may attend, else −inf."""
         if (segment, dtype) not in self._masks:
@@ -235,7 +246,7 @@ def _attention(
     parts = zip(*(torch.split(t, lengths, 2) for t in (query, key, value)), strict=True)
     for segment, (q, k, v) in zip(packing.segments, parts, strict=True):
         if packing_tail and packing.ends:
-            result = _at_ends(attend, packing, segment, q, k, v)
+            result = attend(q[:, :, segment.ends], k, v, attn_mask=packing.ends_mask(segment, q.dtype))
             if packing_tail == "fill":
                 rows = zip(torch.split(result, 1, 2), (segment.ends[0], segment.rejected - 1), strict=True)
                 result = torch.cat([F.pad(row, (0, 0, before, 0)) for row, before in rows], 2)
@@ -253,13 +264,6 @@ def _at_once(
 ) -> torch.Tensor:
     """Run one masked attention call for a pair; ``q`` contains its last rows."""
     return attend(q, k, v, attn_mask=packing.mask(segment, q.dtype)[-q.shape[2] :])
-
-
-def _at_ends(
-    attend: Attend, packing: Packing, segment: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
-    """Run one attention call for the last positions of both branches."""
-    return attend(q[:, :, segment.ends], k, v, attn_mask=packing.ends_mask(segment, q.dtype))
 
 
 def _by_parts(
@@ -401,11 +405,7 @@ class PackedForward(PairForward):
         if not packing.whole:
             return sums.view(-1, 2)
         assert self.backbone.reward is not None
-        rows, responses = packing.pooling(self.backbone.config.reward.pool == "completion")
-        total = torch.zeros(count, final.shape[1], device=tokens.device)
-        total = total.index_add(0, responses, final[rows].float())
-        sizes = torch.bincount(responses, minlength=count).clamp(min=1)
-        rewards = self.backbone.reward(total / sizes[:, None])
+        rewards = self.backbone.reward(packing.mean(final, self.backbone.config.reward.pool == "completion"))
         return torch.cat([sums.view(-1, 2), rewards.view(-1, 2)], 1)
 
 

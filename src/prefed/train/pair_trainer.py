@@ -94,9 +94,9 @@ class PairTrainer:
             self._loss_trainer = ChoiceTrainer(self.model, self.references)
         self._latent: LatentTrainer | None = None
         if Z in backbone.layout and tokens.letters is not None:
-            features = ResponseFeatures(
-                self.model, responses or _encoder(backbone), cache, f"{name}-responses"
-            )
+            tokenizer, context = backbone.tokenizer, backbone.window or sys.maxsize
+            encoder = responses or ResponseEncoder(tokenizer, Template(tokenizer), context)
+            features = ResponseFeatures(self.model, encoder, cache, f"{name}-responses")
             self._latent = LatentTrainer(self.model, self.references, features)
             self.trainers = {LATENT.name: self._latent}
 
@@ -337,10 +337,6 @@ class PairTrainerFactory:
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:
         """Write ``tensors`` as a PEFT adapter folder."""
         save_adapter(self.backbone, tensors, folder)
-
-
-def _encoder(backbone: Backbone) -> ResponseEncoder:
-    return ResponseEncoder(backbone.tokenizer, Template(backbone.tokenizer), backbone.window or sys.maxsize)
 
 
 def _not_empty(rows: Rows) -> Rows:

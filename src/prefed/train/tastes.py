@@ -124,11 +124,7 @@ class ResponseFeatures:
         assert backbone.final is not None
         if self._mean:
             packing = Packing.of(pairs, whole=True, device=backbone.device)
-            final = backbone.final.norm(trunk_hidden(backbone, packing)).float()
-            rows, responses = packing.pooling(True)
-            total = torch.zeros(2 * len(pairs), final.shape[1], device=final.device)
-            counts = torch.bincount(responses, minlength=2 * len(pairs))
-            return total.index_add(0, responses, final[rows]) / counts[:, None]
+            return packing.mean(backbone.final.norm(trunk_hidden(backbone, packing)), completion=True)
         # The last token of a branch is only a target, so repeat end-of-text to make it an input.
         more = [
             Pair(p.prompt, np.append(p.chosen, p.chosen[-1]), np.append(p.rejected, p.rejected[-1]))
