@@ -153,11 +153,10 @@ class Packing:
             ends,
         )
 
-    def pooling(self, completion: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``[Q]`` rows to average, and ``[Q]`` the response that each belongs to. Requires ``whole``.
+    def mean(self, hidden: torch.Tensor, completion: bool) -> torch.Tensor:
+        """Average ``[T, d]`` hidden states over the tokens of each response: ``[2B, d]`` fp32.
 
-        Responses are numbered as in :attr:`response`. Prompt tokens count for both responses, or for none
-        with ``completion``.
+        Requires ``whole``. Prompt tokens count for both responses, or for none with ``completion``.
         """
         rows, responses = [], []
         start = 0
@@ -169,22 +168,12 @@ class Packing:
             rows += [prompt, chosen, prompt, other]
             responses += [np.full(len(prompt) + c, 2 * number), np.full(len(prompt) + r, 2 * number + 1)]
             start += segment.length
-        device = self.ids.device
-        return (
-            torch.from_numpy(np.concatenate(rows)).to(device),
-            torch.from_numpy(np.concatenate(responses)).to(device),
-        )
-
-    def mean(self, hidden: torch.Tensor, completion: bool) -> torch.Tensor:
-        """Average ``[T, d]`` hidden states over the tokens of each response: ``[2B, d]`` fp32.
-
-        See :meth:`pooling`.
-        """
-        rows, responses = self.pooling(completion)
+        index = torch.from_numpy(np.concatenate(rows)).to(hidden.device)
+        response = torch.from_numpy(np.concatenate(responses)).to(hidden.device)
         count = 2 * len(self.segments)
         total = torch.zeros(count, hidden.shape[1], device=hidden.device)
-        total = total.index_add(0, responses, hidden[rows].float())
-        return total / torch.bincount(responses, minlength=count).clamp(min=1)[:, None]
+        total = total.index_add(0, response, hidden[index].float())
+        return total / torch.bincount(response, minlength=count).clamp(min=1)[:, None]
 
     def mask(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive attention mask of a pair, ``[L, L]``: 0 where a token may attend, else −inf."""
