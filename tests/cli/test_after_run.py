@@ -148,7 +148,7 @@ def test_evaluate_a_file_gives_each_client_its_own_rows(place, tmp_path):
     )
     for name in ("preference_accuracy", "baseline_accuracy"):
         assert figures[name] == summary(place / "local")[name]
-    assert figures["notes"] == ["left out: 2 pairs are of no client of the run"]
+    assert figures["notes"] == ["left out: 2 pairs belong to no client of the run"]
 
 
 def test_evaluate_a_file_for_everyone(place, opened):
@@ -287,7 +287,7 @@ def test_an_export_needs_neither_cache_nor_data(place, tmp_path):
 
 def test_a_method_that_shares_nothing_asks_for_a_client(place):
     for words in (["export", place / "local"], ["generate", place / "local", "--prompt", "a"]):
-        assert "local shares no model: name a client with --client" in prefed_(*words, code=1)
+        assert "local shares no model: choose a client with --client" in prefed_(*words, code=1)
 
 
 def test_generate_takes_the_likeliest_tokens_of_both_models(place, opened):
@@ -353,7 +353,7 @@ def test_what_is_no_finished_run_is_refused(place, tmp_path, command):
     shutil.copytree(place / "feddpo", tmp_path / "run")
     (tmp_path / "run/summary.json").unlink()
     refused = prefed_(command, tmp_path / "run", *more, code=1)
-    assert "is not finished: it stands after round 2; go on with it: prefed run" in refused
+    assert "is not finished: it stopped after round 2; resume it: prefed run" in refused
     assert "--resume" in refused
 
 
@@ -422,7 +422,7 @@ def test_changed_settings_of_a_run_are_noticed(place, tmp_path, command):
     assert "seed = " in text
     path.write_text(re.sub(r"(?m)^seed = \d+$", "seed = 4", text))
     refused = prefed_(command[0], tmp_path / "run", *command[1:], code=1)
-    assert f"{path} is not what its run was begun with; put a copy of it back" in refused
+    assert f"{path} was edited after the start of the run; restore it from a backup" in refused
 
 
 @pytest.mark.parametrize("command", ["report", "compare"])

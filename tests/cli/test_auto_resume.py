@@ -55,7 +55,7 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(place, monkeypatch):
     prefed_(*COMMAND)
     prefed_("run", "exp.toml", "--out", "b")
     assert toy.outcome(place / "a") == toy.outcome(place / "b")
-    assert "finished run of 4 rounds" in prefed_(*COMMAND)
+    assert "the run in a is already finished (4 rounds)" in prefed_(*COMMAND)
     assert toy.outcome(place / "a") == toy.outcome(place / "b")
 
 

@@ -164,7 +164,7 @@ def test_more_rounds_go_on_from_the_last(place):
 def test_another_experiment_is_not_resumed(place, change, line):
     prefed_("run", "exp.toml", "--out", "a")
     output = prefed_("run", "exp.toml", "--out", "a", "--resume", "--set", change, code=1)
-    assert "was begun with other settings" in output
+    assert "the run in a has other settings (run → given):" in output
     assert line in output
 
 
@@ -229,8 +229,7 @@ def test_a_full_disk_ends_a_run_with_what_is_kept(place, monkeypatch):
 
     monkeypatch.setattr("prefed.core.files.append", full)
     assert prefed_("run", "exp.toml", "--out", "a", code=1).splitlines()[-1] == (
-        "error: cannot write a/rounds.jsonl; make room "
-        "(complete rounds are kept, 0 of them: then continue with --resume)"
+        "error: cannot write a/rounds.jsonl; make room (0 complete rounds are kept; continue with --resume)"
     )
 
 

@@ -320,7 +320,9 @@ def test_equal_texts_are_no_rate_where_the_judge_failed():
         return {"outcome": outcome, **texts, "first": said, "second": said}
 
     how, tie = Comparison("utility", Path("p.txt")), row(0.5, SAME)
-    with pytest.raises(NothingJudgedError, match=r"1 of 1 prompts have no usable verdict; the first: Hm\."):
+    with pytest.raises(
+        NothingJudgedError, match=r"1 of 1 prompts have no .* verdict; the first failure: Hm\."
+    ):
         summarize([tie, row(None, "Hm.")], 0, how)
     result = summarize([tie, row(None, "Hm."), row(1.0, "A")], 0, how)
     assert (result["win_rate"]["mean"], result["judged"], result["failed"]) == (0.75, 2, 1)
@@ -338,7 +340,7 @@ def test_a_prompt_that_is_judged_again_is_no_further_prompt():
     assert once["win_rate"]["mean"] == again["win_rate"]["mean"] == 0.5
     assert once["win_rate"]["high"] < again["win_rate"]["high"]
     assert "distinct prompts" not in once["note"]
-    assert "1 distinct prompt is judged" in again["note"]
+    assert "1 distinct prompt was judged; the interval accounts for repeated prompts" in again["note"]
 
 
 def test_failed_prompts_count_nowhere_and_are_said(runs, place):
@@ -372,7 +374,7 @@ def test_a_clients_own_model_against_the_shared_one(runs, place):
     assert any(row["text"] != row["against"] for row in verdicts)
     message = judge(runs / "ditto", place, "--judge", "utility", "--client", "adda", code=1)
     assert "did you mean 'ada'" in message
-    assert "belongs to --client" in judge(
+    assert "--against-shared needs --client ID, the client with the personal model" in judge(
         runs / "ditto", place, "--judge", "utility", "--against-shared", code=2
     )
 
@@ -428,7 +430,7 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(runs, place, tmp_pat
     [
         (("--judge", "rewards:x"), "did you mean 'reward'", 2),
         (("--judge", "utility", "--template", "none"), "the templates are plain", 2),
-        (("--judge", "utility", "--column", "y"), "belong together", 2),
+        (("--judge", "utility", "--column", "y"), "use --against FILE and --column NAME together", 2),
         (("--judge", "utility", "--name", "../x"), "--name '../x'", 2),
         (("--judge", "utility", "--taste", "zoe"), "no client of the run's data", 1),
         (("--judge", "utility", "--prompt-column", "question"), "no column 'question'", 1),
@@ -483,4 +485,4 @@ def test_selectors_vote(runs, place, selectors):
         )
     assert decided >= 3
     message = judge(selectors, place, "--judge", "utility", code=1)
-    assert "trains selectors, which write no text" in message
+    assert "trains selectors, which generate no text" in message

@@ -171,7 +171,7 @@ def test_a_clients_model_is_pushed_when_it_is_named_alone(place, hub):
     own, shared = (hub.repos[f"ann/{name}"].files["adapter_model.safetensors"] for name in ("own", "shared"))
     assert shared == (place / "ditto/adapters/shared/adapter_model.safetensors").read_bytes()
     assert any(not value.equal(load(shared)[name]) for name, value in load(own).items())
-    assert "local shares no model: name a client with --client" in prefed_(
+    assert "local shares no model: choose a client with --client" in prefed_(
         "push", place / "local", "ann/none", code=1
     )
     assert "ann/none" not in hub.repos
@@ -183,10 +183,10 @@ def test_a_repository_that_is_there_is_replaced_when_asked_for(place, hub):
     repo = hub.repos["ann/aligned"]
     repo.files |= {"model.safetensors": b"old", "notes.txt": b"mine", ".gitattributes": b"a"}
     refused = prefed_("push", place / "feddpo", "ann/aligned", code=1)
-    assert "ann/aligned is there already" in refused
-    assert "--update replaces the model in it" in refused
+    assert "ann/aligned already exists" in refused
+    assert "replace the model in it with --update" in refused
     assert "nothing was published" in refused
-    assert "is private: leave --public out" in prefed_(
+    assert "is private: leave out --public" in prefed_(
         "push", place / "feddpo", "ann/aligned", "--update", "--public", code=1
     )
     prefed_("push", place / "feddpo", "ann/aligned", "--update")
@@ -194,7 +194,7 @@ def test_a_repository_that_is_there_is_replaced_when_asked_for(place, hub):
     assert {"notes.txt", ".gitattributes", "adapter_config.json"} <= set(repo.files)
     assert "model.safetensors" not in repo.files
     repo.private = False
-    assert "is public: with --public everybody may read the model" in prefed_(
+    assert "is public: add --public to let everybody read the model" in prefed_(
         "push", place / "feddpo", "ann/aligned", "--update", code=1
     )
     assert repo.commits == 2
@@ -203,13 +203,16 @@ def test_a_repository_that_is_there_is_replaced_when_asked_for(place, hub):
 @pytest.mark.parametrize(
     ("fail", "message"),
     [
-        ({"POST /api/repos/create": 401}, "does not take the token (401): `hf auth login`"),
-        ({"POST /api/repos/create": 403}, "may not write to ann/aligned (403)"),
-        ({"POST /api/repos/create": 409}, "is there already, or is being changed (409)"),
-        ({"POST /api/repos/create": 500}, "the hub answers 500 for ann/aligned (told to fail); nothing was"),
-        ({"POST /api/repos/create": 0}, "cannot be used ("),
-        ({"POST /api/models": 409}, "ann/aligned is there and empty: push again with --update"),
-        ({"PUT /large": 403}, "ann/aligned is there and empty: push again with --update"),
+        ({"POST /api/repos/create": 401}, "the hub rejected the token (401): run `hf auth login`"),
+        ({"POST /api/repos/create": 403}, "the token has no write access to ann/aligned (403)"),
+        ({"POST /api/repos/create": 409}, "already exists, or is being changed (409)"),
+        (
+            {"POST /api/repos/create": 500},
+            "the hub returned status 500 for ann/aligned (told to fail)",
+        ),
+        ({"POST /api/repos/create": 0}, " failed ("),
+        ({"POST /api/models": 409}, "ann/aligned exists and is empty: push again with --update"),
+        ({"PUT /large": 403}, "ann/aligned exists and is empty: push again with --update"),
     ],
 )
 def test_what_fails_is_told_of_in_a_line(place, hub, fail, message):
@@ -225,14 +228,14 @@ def test_a_wrong_token_and_none(place, hub, monkeypatch):
     """Without a token, and for names that cannot be, nothing is sent."""
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     told = prefed_("push", place / "feddpo", "ann/aligned", code=1)
-    assert "does not take the token (401)" in told
+    assert "rejected the token (401)" in told
     assert "hf_wrong" not in told
     hub.seen.clear()
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    assert "put one into HF_TOKEN" in prefed_("push", place / "feddpo", "ann/aligned", code=1)
+    assert "run `hf auth login`, or set HF_TOKEN" in prefed_("push", place / "feddpo", "ann/aligned", code=1)
     for name in ("aligned", "ann/a/b", "ann/a b"):
-        assert "write it as OWNER/NAME" in prefed_("push", place / "feddpo", name, code=1)
+        assert "use OWNER/NAME" in prefed_("push", place / "feddpo", name, code=1)
     assert hub.seen == []
 
 
@@ -241,7 +244,7 @@ def test_a_hub_that_is_not_there(place, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     told = prefed_("push", place / "feddpo", "ann/aligned", code=1)
-    assert "the hub at http://127.0.0.1:9 cannot be used (ConnectError" in told
+    assert "the request to http://127.0.0.1:9 failed (ConnectError" in told
     assert "nothing was published" in told
 
 

@@ -98,7 +98,7 @@ def test_a_stage_alone_and_changed_settings(alignment):
     with pytest.raises(AlignError, match="did you mean 'labels'"):
         align(changed(), "label")
     (alignment.folder / "labels.jsonl").write_text("")
-    with pytest.raises(AlignError, match=r"labels\.jsonl is not what stage labels wrote"):
+    with pytest.raises(AlignError, match=r"labels\.jsonl is missing or was changed; .* --stage labels"):
         align(changed(lr=0.01))
     align(alignment, "prompts")
     assert content(alignment.folder) == before
@@ -115,7 +115,7 @@ def test_a_checkpoint_that_changed_since_its_epoch_is_noticed(alignment, change)
         path.write_bytes(data)
     else:
         path.unlink()
-    with pytest.raises(AlignError, match=r"checkpoints/epoch-1 is not what stage train wrote.*--stage train"):
+    with pytest.raises(AlignError, match=r"checkpoints/epoch-1 is missing or was changed; .* --stage train"):
         align(replace(alignment))
     assert not (alignment.folder / "adapter").exists()
     assert "digest" not in align(alignment, "train")["train"]["epochs"][0]

@@ -89,9 +89,9 @@ def test_a_named_taste_labels(opened):
     scores = [selectors_of(opened, name).scores(PAIRS)[1] for name in ("prototype:0", "prototype:1")]
     assert not np.allclose(*scores)
     for name, message in (
-        ("w9", "no client is called 'w9'"),
+        ("w9", "no taste is called 'w9'"),
         ("prototype:2", "2 prototypes, numbered from 0"),
-        ("prototype:x", "a prototype's number"),
+        ("prototype:x", "the number of a prototype"),
         ("infer:2", "the server has no pairs"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -103,7 +103,7 @@ def test_a_client_that_told_nothing_labels_nothing(opened):
     sent = {client: number for client, number in opened.server.values["sent"].items() if client != "w1"}
     changed = replace(opened)
     changed.__dict__["server"] = opened.server.update(values={"sent": sent})
-    with pytest.raises(RunError, match="'w1' told nothing of its taste"):
+    with pytest.raises(RunError, match="'w1' sent no taste"):
         told_taste(changed, "w1")
 
 
@@ -140,7 +140,7 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
     align_run(finished, config(place, taste="prototype:1"), stage="labels")
     labels.append((finished / "align/scores.jsonl").read_bytes())
     assert labels[0] != labels[1]
-    with pytest.raises(RunError, match="no client is called 'w9'"):
+    with pytest.raises(RunError, match="no taste is called 'w9'"):
         align_run(finished, config(place, taste="w9"), stage="labels")
     assert (finished / "align/scores.jsonl").read_bytes() == labels[1]
     with pytest.raises(ValueError, match="the server has no pairs"):
@@ -161,7 +161,7 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
     align_run(finished, config(place), stage="labels", callbacks=[watch])
     align_run(finished, config(place, taste="w1"), stage="labels", callbacks=[watch])
     (message,) = watch.warned
-    assert "the taste of the population, which is nobody's" in message
+    assert "the taste of the population, but the clients' tastes oppose each other" in message
     assert "0.25" in message
 
 
@@ -192,7 +192,7 @@ def test_a_taste_that_nobody_told_is_refused_before_the_first_stage(finished, pl
     """A finished run asks its server's state: nothing is begun, and no stage that is done is forgotten."""
     path = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("align"))
     path.joinpath("align").mkdir()
-    for taste, message in (("w9", "no client is called 'w9'"), ("prototype:2", "numbered from 0")):
+    for taste, message in (("w9", "no taste is called 'w9'"), ("prototype:2", "numbered from 0")):
         with pytest.raises(RunError, match=message):
             align_run(path, config(place, taste=taste))
     known = known_tastes(load_run(path))
@@ -218,11 +218,11 @@ def test_a_taste_that_nobody_will_tell_is_refused_before_clients_train(opened, p
     few.privacy = Privacy(minimum_pairs=4)
     never = replace(opened.job, unseen=("w1",))
     for message, changes in (
-        ("taste = 'ghost': no client of the data; there are 'w0'", {"taste": "ghost"}),
-        ("'w1': this client will tell nothing of its taste", {"taste": "w1", "job": never}),
-        ("'w1': this client will tell nothing of its taste", {"taste": "w1", "job": few}),
-        ("fedvpa has 2 prototypes here, numbered from 0", {"taste": "prototype:2"}),
-        ("after the colon comes a prototype's number", {"taste": "prototype:x"}),
+        ("taste = 'ghost': no such client in the data; the clients are 'w0'", {"taste": "ghost"}),
+        ("'w1': this client will not send its taste", {"taste": "w1", "job": never}),
+        ("'w1': this client will not send its taste", {"taste": "w1", "job": few}),
+        ("fedvpa has 2 prototypes, numbered from 0", {"taste": "prototype:2"}),
+        ("give the number of a prototype, e.g. prototype:0", {"taste": "prototype:x"}),
     ):
         with pytest.raises(ValueError, match=message):
             asked(**changes)
@@ -234,7 +234,7 @@ def test_a_taste_that_nobody_will_tell_is_refused_before_clients_train(opened, p
             asked(method=method, tastes="prototypes")
     ghost = tasty(place, align=config(place, taste="ghost").model_dump())
     for begin in (run, dry_run):
-        with pytest.raises(AlignError, match="taste = 'ghost': no client of the data"):
+        with pytest.raises(AlignError, match="taste = 'ghost': no such client in the data"):
             begin(ghost, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -266,7 +266,7 @@ def test_a_new_users_pairs_tell_a_taste(finished, opened, place, tmp_path):
     model = model.replace({Z: told_taste(opened, "prototype:1")})
     orders = opened.trainers.score("w0", model, "test").orders.mean(1)
     assert by_prototype == float((orders > 0).mean())
-    with pytest.raises(RunError, match="12 of the 12 pairs that tell the taste are among"):
+    with pytest.raises(RunError, match="12 of the 12 pairs that the taste is inferred from are also"):
         at_taste(opened, f"infer:{place / 'test.jsonl'}")
     at_taste(opened, f"infer:{place / 'test.jsonl'}", str(file))
     with pytest.raises(RunError, match="16 of the 16 pairs"):
@@ -326,9 +326,9 @@ def test_a_policy_is_asked_for_a_taste(tasting, opened, place, tmp_path):
     ):
         assert torch.equal(models.own(*names).taste, z)
     for words, message in (
-        (("--taste", "infer:2"), "name a client, --client ID"),
-        (("--taste", "prototype:0", "--client", "w0"), "belongs to infer:N"),
-        (("--taste", "w9"), "no client is called 'w9'"),
+        (("--taste", "infer:2"), "taste 'infer:2' needs a client, whose pairs are used: add --client ID"),
+        (("--taste", "prototype:0", "--client", "w0"), "can only be used with --taste infer:N"),
+        (("--taste", "w9"), "no taste is called 'w9'"),
     ):
         code, output = command("generate", tasting, "--prompt", "x", *words)
         assert (code, message in output) == (1, True), output
@@ -405,7 +405,7 @@ def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
         )
         assert f"{float(score[0]):+.4f}" in judged.text
     code, output = command("judge", finished, *words, "--policy-taste", "w0")
-    assert (code, "no model of it takes a taste" in output) == (1, True), output
+    assert (code, "has no model that takes tastes" in output) == (1, True), output
     code, output = command("judge", tasting, *words, "--criterion", "helpful")
     assert (code, "only a language model decides by it" in output) == (2, True), output
 

@@ -17,7 +17,7 @@ from prefed.core import Callback
 from prefed.core.files import WriteError
 from prefed.core.wire import encode
 from prefed.engines import RoundError, Task
-from prefed.runs.dry_run import Trial, dry_run, first_state, steps_of
+from prefed.runs.dry_run import Trial, dry_run, steps_of
 from prefed.ui.cli import app
 from quadratic import QuadraticTrainer
 
@@ -127,7 +127,7 @@ def test_a_visit_is_as_long_as_its_phases(monkeypatch, method, settings, expecte
     job = toy.Job(Trainers(options), toy.real_method(options), 7, 4)
     client = job.members[0]
     (exchange,) = job.method.exchanges
-    message = encode(exchange.send(first_state(job), client, job.round(1)))
+    message = encode(exchange.send(job.method.init_server(job.trainers.initial), client, job.round(1)))
     task = Task("visit", client, 1, exchange.name, message)
     seconds, result = Trial(job, 1).task(task)
     assert not result.withheld
@@ -143,7 +143,7 @@ def test_what_a_run_refuses_it_refuses(place, tmp_path):
     for changes, error, message in (
         ({"cohort": {"size": 9}}, ValueError, r"\[cohort\] size = 9, but only 2 clients"),
         ({"model": {"name": str(place / "none")}}, ValueError, "none"),
-        ({"merge": {"rule": "krum", "liars": 1}}, ValueError, r"\[merge\] rule = 'krum' does not serve"),
+        ({"merge": {"rule": "krum", "liars": 1}}, ValueError, r"\[merge\] rule = 'krum' cannot merge"),
     ):
         with pytest.raises(error, match=message):
             dry_run(experiment(place, **changes), tmp_path / "run")
@@ -152,14 +152,14 @@ def test_what_a_run_refuses_it_refuses(place, tmp_path):
 
 def test_a_disk_without_room_is_said(place, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(WriteError, match=r"the run needs [\d.]+ kB, and the disk of .* has 1\.0 kB free"):
+    with pytest.raises(WriteError, match=r"not enough disk .*: the run needs [\d.]+ kB, and 1\.0 kB is free"):
         dry_run(experiment(place), tmp_path / "deep/run")
 
 
 def test_an_upload_that_would_not_be_merged_is_said(place, tmp_path):
     """A learning rate at which the first visit ends in NaN."""
     settings = {"name": "feddpo", "lr": 1e30, "local_steps": 3, "batch_size": 4}
-    with pytest.raises(RoundError, match="an upload of 'left' in 'train' would not be merged: "):
+    with pytest.raises(RoundError, match="the upload of client 'left' in 'train' cannot be merged: "):
         dry_run(experiment(place, method=settings), tmp_path / "run")
 
 

@@ -78,7 +78,7 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         federate(asked, tmp_path / "over", transport, TERMS, callbacks=[toy.InterruptAt(3 + 3 + 2)])
     assert len((tmp_path / "over" / "rounds.jsonl").read_text().splitlines()) == 1
-    with pytest.raises(RunError, match=r"after round 1; go on with it: prefed federate .* --hub HUB"):
+    with pytest.raises(RunError, match=r"after round 1; resume it: prefed federate .* --hub HUB"):
         load_run(tmp_path / "over")
     killed = []
     give = Worker.give
@@ -109,7 +109,7 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
     check_log(sites)
     check_replay(sites)
     check_other_data(place, sites, tmp_path)
-    with pytest.raises(RunError, match="site 'two' keeps what the model of 'w1' needs"):
+    with pytest.raises(RunError, match="the private state of client 'w1' is stored at site 'two'"):
         load_run(tmp_path / "over").model("w1")
 
 

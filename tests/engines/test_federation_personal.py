@@ -161,14 +161,14 @@ def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
     the run in one process, but for the client's: there it is what its pairs tell under the last model."""
     folder, _, warned = tasty
     assert [text for text in warned if "no adapter" in text] == [
-        "no adapter is saved: an adapter cannot contain a selector with a latent taste; export the client's "
+        "no adapter was saved: an adapter cannot contain a selector with a latent taste; export the client's "
         "folder"
     ]
     over, alone = folder / "over", folder / "alone"
     says(["export", over, "--out", tmp_path / "shared"])
     says(["export", alone, "--out", tmp_path / "shared-alone"])
     assert_equal(exported(tmp_path / "shared"), exported(tmp_path / "shared-alone"))
-    assert "site 'two' keeps what the model of 'w1' needs; prefed site export CONFIG --client w1" in says(
+    assert "client 'w1' is stored at site 'two'; run there: prefed site export CONFIG --client w1" in says(
         ["export", over, "--client", "w1"], 1
     )
     judged = ["--test", place / "w0.jsonl", "--everyone", "--json"]
@@ -178,8 +178,10 @@ def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
         assert told["choice_loss"] == beside["choice_loss"]
     assert figures(["evaluate", over, *judged, "--taste", "w1"])["taste"] == "w1"
     for taste in ("own", "infer:4"):
-        assert "pairs that are at the run's sites" in says(["evaluate", over, *judged, "--taste", taste], 1)
-    assert "here --taste population, or a client's id, judges" in says(["evaluate", over, *judged], 1)
+        assert "needs pairs that are stored at the sites of the run" in says(
+            ["evaluate", over, *judged, "--taste", taste], 1
+        )
+    assert "or use --taste population or --taste CLIENT here" in says(["evaluate", over, *judged], 1)
 
 
 def test_a_hub_aligns_a_model_of_its_own(tasty, tmp_path):
@@ -199,8 +201,8 @@ def test_a_hub_aligns_a_model_of_its_own(tasty, tmp_path):
 def test_a_hub_says_that_the_pairs_are_at_the_sites(finished, place):
     folder, _ = finished
     said = says(["evaluate", folder / "over"], 1)
-    assert "the pairs of this run are at its sites, one, two, and none is here; `prefed evaluate" in said
-    assert "site 'one' keeps what the model of 'w0' needs" in says(
+    assert "the pairs of this run are stored at its sites (one, two); to evaluate" in said
+    assert "the private state of client 'w0' is stored at site 'one'" in says(
         ["evaluate", folder / "over", "--test", place / "w0.jsonl", "--everyone"], 1
     )
 

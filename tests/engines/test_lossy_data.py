@@ -105,7 +105,7 @@ def test_new_files_are_their_clients(place, finished):
     words = ["evaluate", str(place / "run"), "--test", str(place / "test.jsonl")]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
-    assert "no file is called as a client of the run (left, right)" in result.stderr
+    assert "no file is named after a client of the run ('left', 'right')" in result.stderr
     shown = json.loads(said(*words, "--everyone", "--json"))
     assert shown["clients"] == {"everybody": {"pairs": 8}}
 

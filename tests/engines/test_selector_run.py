@@ -111,7 +111,7 @@ def test_commands_know_selectors(finished, tmp_path):
     kept = {path.name: path.read_bytes() for path in (finished / "adapters/selector-1").iterdir()}
     assert "selector-1" in command("export", finished, "--selector", 1)
     assert kept == {path.name: path.read_bytes() for path in (finished / "adapters/selector-1").iterdir()}
-    assert "2 selectors and no single model: name one with --selector" in " ".join(
+    assert "2 selectors instead of one model: choose one with --selector" in " ".join(
         command("export", finished, "--out", tmp_path / "x", code=1).split()
     )
     assert "no selector-2: its selectors are selector-0, selector-1" in " ".join(
@@ -173,7 +173,7 @@ def test_a_newcomer_takes_the_selector_that_suits_it(place, tmp_path):
 def test_selectors_that_learn_from_the_same_clients_are_warned_of(place, tmp_path, caplog):
     """A run and a dry run warn where every client is in each cohort. They do not with two of three clients,
     without a grouping, or with one selector."""
-    alike = "differ by the order of their batches only"
+    alike = "differ only in the order of their batches"
     some, one = {"cohort": {"size": 2}}, BISCUIT | {"selectors": 1}
     for asked in (biscuit(place, **some), biscuit(place, rounds=2), selectors(place, one)):
         dry_run(asked, tmp_path / "run")

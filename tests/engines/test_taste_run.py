@@ -29,7 +29,7 @@ from prefed.ui.cli import app
 
 VARIATIONAL = {"latent": 4, "widths": [16, 8], "scale": 2.0}
 UNSEEN = {"unseen": ["w1"], "unseen_steps": [0, 1], "unseen_pairs": [2, 8]}
-NO_PAIR = "1 client has no pair in its test split"
+NO_PAIR = "1 client has no pairs in the test split"
 METHOD = {"name": "fedvpa", "lr": 0.01, "local_steps": 2, "batch_size": 8}
 
 
@@ -139,7 +139,11 @@ def test_clients_are_judged_by_other_tastes(finished):
     model = opened.method.infer(opened.job.trainer("w0", 3, "predict"), published, 2)
     orders = opened.trainers.score("w0", model, "test").orders.mean(1)
     assert accuracies("infer:2")[0] == float((orders > 0).mean())
-    for taste, error in (("w9", "no client is called"), ("infer:0", "1 or more"), ("infer:x", "1 or more")):
+    for taste, error in (
+        ("w9", "no taste is called 'w9'"),
+        ("infer:0", "at least 1"),
+        ("infer:x", "at least 1"),
+    ):
         with pytest.raises(ValueError, match=error):
             at_taste(opened, taste)
     shown = CliRunner().invoke(app, ["evaluate", str(finished), "--taste", "w1", "--json"])
@@ -283,7 +287,7 @@ def test_an_evaluation_names_the_taste_that_judged(met):
 def test_what_is_to_know_of_a_taste_is_a_note(met):
     """w0 and w1 have 20 training pairs each. On training pairs z knows the answers: of its own client, or in
     the population of all that took part, which w1 did not."""
-    short = "taste infer:99: 99 pairs asked, client 'w0' has 20, and 1 more has too few"
+    short = "taste infer:99: 99 pairs requested, client 'w0' has 20, and 1 more has too few"
     assert evaluate(at_taste(met, "infer:99")).notes == (short, NO_PAIR)
     assert evaluate(at_taste(met, "infer:20")).notes == (NO_PAIR,)
 
@@ -292,7 +296,7 @@ def test_what_is_to_know_of_a_taste_is_a_note(met):
 
     for taste, client in ((None, "w0"), (None, "w1"), ("own", "w1"), ("infer:2", "w0"), ("w0", "w0")):
         (note,) = notes(taste, client)
-        assert "the figures are not of new pairs" in note
+        assert "the metrics do not measure generalisation" in note
     assert len(notes("population", "w0")) == 1
     assert notes("population", "w1") == notes("w0", "w1") == ()
 
@@ -300,7 +304,7 @@ def test_what_is_to_know_of_a_taste_is_a_note(met):
 def test_pairs_of_a_file_that_tell_a_taste_are_no_judged_training_pairs(met, place):
     file = str(place / "train.jsonl")
     at_taste(met, f"infer:{file}")
-    with pytest.raises(RunError, match="60 of the 60 pairs that tell the taste are among those"):
+    with pytest.raises(RunError, match="60 of the 60 pairs that the taste is inferred from are also"):
         at_taste(met, f"infer:{file}", split="train")
 
 
@@ -322,16 +326,16 @@ def test_who_can_be_asked_for_is_said(met):
     with pytest.raises(RunError) as refused:
         any_taste(met, "nobody")
     assert str(refused.value).endswith(
-        "no client is called 'nobody'; the clients with a taste are 'w0', 'w2'. A taste is a client's id, "
+        "no taste is called 'nobody'; clients with a taste: 'w0', 'w2'. A taste is the ID of a client, "
         "population, prototype:K, infer:FILE, infer:N with --client ID"
     )
-    with pytest.raises(RunError, match=r"did you mean 'population'\? A taste is a client's id, population, "):
+    with pytest.raises(RunError, match=r"did you mean 'population'\? A taste is the ID of a client"):
         told_taste(met, "populaton")
     with pytest.raises(RunError, match=r"'w0', 'w1', 'w2'\. A taste is .* own, prototype:K, infer:N, infer:"):
         at_taste(met, "nobody")
-    with pytest.raises(RunError, match=r"told nothing .*: infer:FILE, or infer:8 with --client 'w1'"):
+    with pytest.raises(RunError, match=r"sent no taste: .*: infer:FILE, or infer:8 with --client 'w1'"):
         any_taste(met, "w1")
-    with pytest.raises(RunError, match=r"told nothing .*; the clients with a taste are 'w0', 'w2'"):
+    with pytest.raises(RunError, match=r"sent no taste: .*; clients with a taste: 'w0', 'w2'"):
         told_taste(met, "w1")
 
 
@@ -346,13 +350,15 @@ def test_a_client_with_the_name_of_another_taste_is_warned_of(met, caplog, monke
     at_taste(met, "w0")
     any_taste(met, "infer:2", "w0")
     messages = [record.getMessage() for record in caplog.records]
-    assert [re.search("client ('.*') is shadowed", text)[1] for text in messages] == [
+    assert [
+        re.search("('.*') is the name of a client and of a reserved taste", text)[1] for text in messages
+    ] == [
         "'population'",
         "'own'",
         "'infer:2'",
         "'infer:2'",
     ]
-    with pytest.raises(RunError, match="client 'population' told nothing"):
+    with pytest.raises(RunError, match="client 'population' sent no taste"):
         server_taste(met, "client", "population")
 
 
@@ -363,5 +369,5 @@ def test_methods_without_tastes_are_refused(place, tmp_path):
     changed = Experiment.model_validate({**tables, "evaluate": {**tables["evaluate"], "unseen_pairs": [2]}})
     assert settings_digest(changed.tables()) != settings_digest(tables)
     run(experiment(place, rounds=1), tmp_path / "run")
-    with pytest.raises(RunError, match="feddpo have no latent taste"):
+    with pytest.raises(RunError, match="method feddpo has no latent tastes"):
         read_tastes(load_run(tmp_path / "run", data=True))

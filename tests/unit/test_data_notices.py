@@ -49,7 +49,7 @@ def test_many_rows_left_out_are_a_warning_with_the_client_and_the_key(build):
     assert warning.startswith("30 of 40 rows are used; left out: 10 longer than max_length; ")
     assert "'ann' (9 of 20)" in warning
     assert "'ben'" not in warning
-    assert "raise [data] max_length (52 keeps all pairs)" in warning
+    assert "raise [data] max_length (52 is enough for all pairs)" in warning
 
 
 def test_many_prompts_that_are_cut_are_a_warning(build):
@@ -106,7 +106,7 @@ def test_a_client_of_whom_nothing_is_left_is_named(build):
     assert dataset.findings.gone == ("ben",)
     notes, (warning,) = data_notices(dataset)
     assert "3 longer than max_length" in notes[0]
-    assert "no pair left" in warning
+    assert "no training pairs left and cannot take part" in warning
     assert "'ben'" in warning
 
 
@@ -145,7 +145,7 @@ def test_blanks_around_a_name_are_told(build):
 def test_clients_with_one_pair_are_named(build):
     every = pairs(12, worker=lambda k: f"w{k}" if k < 2 else "ben")
     (warning,) = data_notices(build(every))[1]
-    assert "2 clients have a single training pair" in warning
+    assert "2 clients have only one training pair" in warning
     assert "'w0', 'w1'" in warning
 
 

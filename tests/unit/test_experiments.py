@@ -328,8 +328,8 @@ def test_a_paper_table_of_two_seeds(place, tmp_path, monkeypatch):
         assert cell == f"{100 * sum(values) / 2:.2f}±{100 * statistics.stdev(values):.2f}"
     begun = (tmp_path / "runs/two/imdb-3/fedavg-dpo-seed1/summary.json").stat().st_mtime_ns
     again = CliRunner().invoke(app, words)
-    assert again.output.startswith("1 cell, 2 runs, 2 finished already\n")
-    kept = [line for line in first.output.splitlines()[1:] if " begins, log: " not in line]
+    assert again.output.startswith("1 cell, 2 runs, 2 already finished\n")
+    kept = [line for line in first.output.splitlines()[1:] if not line.startswith("running ")]
     assert again.output.splitlines()[1:] == kept
     assert (tmp_path / "runs/two/imdb-3/fedavg-dpo-seed1/summary.json").stat().st_mtime_ns == begun
     names = sorted(path.name for path in (tmp_path / "runs/two/imdb-3").iterdir())

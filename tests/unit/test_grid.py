@@ -138,11 +138,11 @@ def test_names_of_folders_are_safe_and_tell_combinations_apart():
         (["--seeds", "0"], "--seeds 0: write a number of seeds, e.g. --seeds 3, or distinct seeds"),
         (["--seeds", "1,1"], "--seeds 1,1: write a number of seeds"),
         (["--seeds", "few"], "--seeds few: write a number of seeds"),
-        (["--seeds", "2", "--set", "seed=3"], "--set seed=3: a sweep sets seed itself"),
-        (["--grid", "rounds=1,2", "--set", "evaluate.split=test"], "a sweep sets evaluate.split itself"),
+        (["--seeds", "2", "--set", "seed=3"], "--set seed=3: seed is set by the sweep; use --seeds"),
+        (["--grid", "rounds=1,2", "--set", "evaluate.split=test"], "evaluate.split is set by the sweep"),
         (["--grid", "rounds=1,2", "--only", "x"], "--grid and --seeds are for one experiment file"),
         (["--grid", "rounds=1,2", *NO_VALIDATION], "set data.validation or"),
-        (["--grid", "data.train=pairs.jsonl,more.jsonl"], "there is no more.jsonl"),
+        (["--grid", "data.train=pairs.jsonl,more.jsonl"], "not found: more.jsonl"),
         (["--judge", "reward_accuracy"], "--judge requires --grid"),
     ],
 )  # fmt: skip
@@ -187,7 +187,7 @@ def test_the_best_on_validation_pairs_is_chosen_and_judged_on_test_pairs(path):
         *(f"{name} validation" for name in names),
         *(f"{name} validation test" for name in names[2:4]),
     ]
-    assert lines[0] == "3 combinations, 2 seeds, 6 runs, 0 finished already"
+    assert lines[0] == "3 combinations, 2 seeds, 6 runs, 0 already finished"
     assert chosen.combination.name == "lr0.01"
     assert sentence(sweep, chosen) == (
         "lr0.01 (method.lr = 0.01) was selected from 3 combinations. It has the highest preference accuracy "
@@ -213,7 +213,7 @@ def test_what_is_finished_is_not_run_again(path):
     sweep, toy, lines = sweep_of(path, "method.lr=0.001,0.01", figure=lr)
     sweep.check()
     (chosen,) = asyncio.run(sweep.carry_out(1))
-    assert (toy.calls, lines[0]) == ([], "2 combinations, 1 seed, 2 runs, 2 finished already")
+    assert (toy.calls, lines[0]) == ([], "2 combinations, 1 seed, 2 runs, 2 already finished")
     assert sentence(sweep, chosen).endswith(
         "Its method.lr is at the end of the range tried; values beyond it may be better."
     )
@@ -223,7 +223,7 @@ def test_what_is_finished_is_not_run_again(path):
     assert (chosen.combination.name, chosen.at_end_of) == ("lr0.01", [])
     (path.parent / "exp.toml").write_text(FILE.replace("rounds = 2", "rounds = 3"))
     sweep, *_ = sweep_of(path, "method.lr=0.001,0.01")
-    with pytest.raises(ValueError, match=r"lr0\.001-seed5 was run with other settings: rounds is 2, not 3"):
+    with pytest.raises(ValueError, match=r"seed5 contains a run with other settings: rounds is 2, not 3"):
         sweep.check()
 
 
@@ -311,5 +311,5 @@ def test_a_grid_on_a_small_model(tmp_path, monkeypatch):
     assert judged == [f"{chosen['name']}-seed3"]
     assert str(place / "o/exp.html") in result.stdout
     again = CliRunner().invoke(app, words)
-    assert "2 finished already" in again.stdout
+    assert "2 already finished" in again.stdout
     assert "begins" not in again.stdout

@@ -91,9 +91,11 @@ def test_a_record_reads_what_a_run_left(run):
 
 
 def test_a_figure_that_the_run_lacks_is_named_with_those_that_it_has(run):
-    with pytest.raises(KeyError, match="no figure 'zz'; it has baseline_accuracy, preference_accuracy"):
+    with pytest.raises(KeyError, match="no metric 'zz'; available: baseline_accuracy, preference_accuracy"):
         run.spread("zz")
-    with pytest.raises(KeyError, match=r"no figure 'nonsense'; it has .*preference_accuracy.*margin.*loss"):
+    with pytest.raises(
+        KeyError, match=r"no metric 'nonsense'; available: .*preference_accuracy.*margin.*loss"
+    ):
         run.curve("nonsense")
     assert run.curve("shared_accuracy") == ([], [])
 
@@ -146,11 +148,17 @@ def test_whatever_has_a_value_for_every_client_is_a_figure(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "summary.json").unlink(), "is not finished: it stands before its first round"),
-        (lambda path: (path / "config.toml").unlink(), "is not a run directory: it holds no config.toml"),
+        (
+            lambda path: (path / "summary.json").unlink(),
+            "is not finished: it stopped before the first round; resume it",
+        ),
+        (
+            lambda path: (path / "config.toml").unlink(),
+            "is not a run directory: it has no config.toml; start one: prefed run FILE",
+        ),
         (
             lambda path: (path / "rounds.jsonl").unlink(),
-            "rounds.jsonl is damaged: it is not there; put a copy",
+            "rounds.jsonl is missing; restore it from a backup",
         ),
     ],
 )
@@ -182,21 +190,21 @@ def put(name, old, new):
         (cut("summary.json", 0), "summary.json is damaged: Expecting value"),
         (cut("rounds.jsonl", 0.9), "rounds.jsonl is damaged: line 2: .*column"),
         (cut("rounds.jsonl", 0.5), "rounds.jsonl is damaged: "),
-        (cut("rounds.jsonl", 0), "rounds.jsonl is damaged: it holds 0 of 2 rounds; put a copy"),
+        (cut("rounds.jsonl", 0), "rounds.jsonl is damaged: it has 0 of 2 rounds; restore it from a backup"),
         (
             put("rounds.jsonl", '"round": 2', '"round": null'),
-            "line 2.round: should be a valid integer, and is",
+            "line 2.round: should be a valid integer, not None; restore",
         ),
-        (cut("config.toml", 0.05), "config.toml is damaged: .*; put a copy of it back"),
+        (cut("config.toml", 0.05), "config.toml is damaged: .*; restore it from a backup"),
         (put("config.toml", "[method]", "[mothed]"), "config.toml is damaged: method: field required"),
         (put("summary.json", '"seconds"', '"minutes"'), "summary.json is damaged: seconds: field required"),
         (
             put("summary.json", '"bytes": {"up": 2000, "down": 4000}', '"bytes": 3'),
-            "summary.json is damaged: bytes: should be an object, and is 3; put a copy of it back",
+            "summary.json is damaged: bytes: should be an object, not 3; restore it from a backup",
         ),
         (
             put("summary.json", '"up": 2000', '"up": "much"'),
-            "bytes.up: should be a valid number, and is 'much'",
+            "bytes.up: should be a valid number, not 'much'",
         ),
         (
             put("summary.json", '"per_client": {"ann"', '"each": {"ann"'),
@@ -204,7 +212,7 @@ def put(name, old, new):
         ),
         (
             lambda path: (path / "summary.json").write_text("[]"),
-            "summary.json is damaged: all of it: should be",
+            "summary.json is damaged: the content: should be",
         ),
     ],
 )
@@ -229,7 +237,7 @@ def test_a_misspelt_directory_is_told_the_nearest(tmp_path):
     write_run(tmp_path / "feddpo-seed1")
     with pytest.raises(RunError, match=r"no such directory; did you mean .*feddpo-seed1\?"):
         read_run(tmp_path / "feddpo-sed1")
-    with pytest.raises(RunError, match="the runs in it: feddpo-seed1"):
+    with pytest.raises(RunError, match=r"it has no config\.toml; runs inside: feddpo-seed1"):
         read_run(tmp_path)
 
 

@@ -161,11 +161,11 @@ def test_a_comparison_under_way_is_none(tmp_path: Path) -> None:
     ("file", "text", "message"),
     [
         ("judge/n/summary.json", "{", "judge/n/summary.json is damaged"),
-        ("judge/n/summary.json", "{}", "name: field required; put a copy of it back"),
+        ("judge/n/summary.json", "{}", "name: field required; restore it from a backup"),
         (
             "judge/n/verdicts.jsonl",
             "[]\n",
-            "line 1: all of it: should be an object",
+            "line 1: the content: should be an object",
         ),
         ("judge/n/verdicts.jsonl", '{"row": 1}\n', "line 1: prompt: field required"),
         ("judge/n/verdicts.jsonl", "{\n", "verdicts.jsonl is damaged: line 1: "),

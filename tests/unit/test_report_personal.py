@@ -109,7 +109,7 @@ def test_the_page_says_which_layers_are_personal(gated):
     page = render(gated)
     assert "Personalised layers" in page
     assert "Gates, means over 2 clients: block 0 0.50, block 1 0.38, block 11 0.50." in page
-    assert "0 is the shared model alone, 1 all of its own" in page
+    assert "0 uses only the shared model, 1 the full personal LoRA" in page
     assert '<th scope="row">cyd</th><td>0.75</td><td>0.25</td><td>0.00</td>' in page
     assert "private states, rounded to two decimals, so this page discloses them to its readers." in page
     assert "The scale ranges from 0.00 to 1.00." in page

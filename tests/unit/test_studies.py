@@ -157,7 +157,7 @@ def test_what_is_no_finished_run(tmp_path):
     with pytest.raises(RunError, match="is not finished"):
         seed_groups.find_runs([half])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="no finished run lies there"):
+    with pytest.raises(RunError, match="no finished run in "):
         seed_groups.find_runs([tmp_path / "empty"])
 
 

@@ -155,12 +155,12 @@ def test_a_table_is_made_cell_by_cell(tmp_path):
     _, lines = make(toy, toy_cells(tmp_path))
     first = [f"local-lr{lr}-seed1" for lr in ("0.001", "0.003", "0.009", "0.03")]
     assert toy.calls == [*first, *(f"local-lr0.009-seed{seed} test" for seed in (1, 2, 3))]
-    assert lines[0] == "1 cell, 5 runs or more, 0 finished already"
+    assert lines[0] == "1 cell, 5 runs or more, 0 already finished"
     log = tmp_path / "toy/local-lr0.001-seed1.log"
-    assert lines[1] == f"local-lr0.001-seed1 begins, log: {log}"
+    assert lines[1] == f"running local-lr0.001-seed1, log: {log}"
     assert "toy local lr 0.03: validation 0.698" in lines
-    assert f"local-lr0.009-seed1 is evaluated, log: {tmp_path / 'toy/local-lr0.009-seed1.log'}" in lines
-    assert lines[-1] == "toy local is done, 1 of 1 cells"
+    assert f"evaluating local-lr0.009-seed1, log: {tmp_path / 'toy/local-lr0.009-seed1.log'}" in lines
+    assert lines[-1] == "finished toy local, 1 of 1 cells"
     table = (tmp_path / "toy.md").read_text().splitlines()
     assert table[0].split(" | ")[3:] == [
         *("preference accuracy", "worst client", "reward accuracy", "worst client", "MB sent", "commit |")
@@ -185,7 +185,7 @@ def test_a_table_takes_up_what_is_finished(tmp_path):
     assert "combined accuracy | explicit accuracy" in before
     toy.calls.clear()
     _, lines = make(toy, cells)
-    assert lines[0] == "1 cell, 5 runs or more, 5 finished already"
+    assert lines[0] == "1 cell, 5 runs or more, 5 already finished"
     assert toy.calls == []
     runs = tmp_path / "toy"
     (runs / "local-lr0.001-seed1/summary.json").unlink()
@@ -255,7 +255,7 @@ def test_as_many_runs_as_jobs_are_under_way(tmp_path):
     cells = toy_cells(tmp_path, "local", "feddpo", "fedprox", "fedbn")
     _, lines = make(Counted(peak(3e-3)), cells)
     assert max(most) == 2
-    assert [line.split()[1] for line in lines if "is done" in line] == [
+    assert [line.split()[2].rstrip(",") for line in lines if line.startswith("finished ")] == [
         each.definition.name for each in cells
     ]
 
@@ -304,7 +304,7 @@ def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
     told = "import sys; print('round 1/2', file=sys.stderr, flush=True); sys.exit('error: no model')"
     monkeypatch.setattr(sweep_child, "START", told)
     run = toy_cells(tmp_path)[0].planned()[0]
-    with pytest.raises(RuntimeError, match=r"ended with status 1: error: no model \(all of it in "):
+    with pytest.raises(RuntimeError, match=r"failed with status 1: error: no model \(log: "):
         asyncio.run(run_in_process(run))
     assert run.beside("log").read_text() == "round 1/2\nerror: no model\n"
     assert not run.finished
@@ -430,11 +430,11 @@ def test_what_is_not_there_is_named_before_anything_runs(tmp_path):
 
     assert f"{table}: no cell matches 'locl'; did you mean 'local'?" in error("--only", "locl")
     message = error("--only", "lo*")
-    assert f"there is no pairs.jsonl ({table}, cell local; looked in {tmp_path} and " in message
-    assert "); say with --set where it lies" in message
+    assert f"not found: pairs.jsonl ({table}, cell local; looked in {tmp_path} and " in message
+    assert "); set the path with --set, or prepare the files as described in the README" in message
     assert "no/such/model (" in error("--set", "model.name=no/such/model")
     for override in ("seed=3", "method.lr=3"):
-        assert f"--set {override}: a sweep sets {override.partition('=')[0]} itself" in error(
+        assert f"--set {override}: {override.partition('=')[0]} is set by the sweep" in error(
             "--set", override
         )
     data = jsonl(tmp_path / "there.jsonl", ROWS)
@@ -492,7 +492,7 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
     again = CliRunner().invoke(app, words)
     assert again.exit_code == 0, again.output
     assert called == ["run", "evaluate"]
-    assert "toy local is done, 1 of 1 cells" in again.stdout
+    assert "finished toy local, 1 of 1 cells" in again.stdout
     assert {path.name for path in run.parent.iterdir()} - {"reference"} == {run.name}
     assert json.loads((run / "judged-test.json").read_text())["preference_accuracy"]["mean"] >= 0
     assert len(commits(run)) == 1

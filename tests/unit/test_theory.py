@@ -203,4 +203,4 @@ def test_wrong_constants_are_refused(words, message, code):
 def test_a_run_that_was_not_diagnosed_is_refused(tmp_path):
     result = run("--run", str(write_run(tmp_path / "run")))
     assert result.exit_code == 1
-    assert "was not diagnosed at a model that its clients share" in result.output
+    assert "has no diagnostics of a shared model: run a method that shares one" in result.output

@@ -1,7 +1,6 @@
-"""The server aligns its own model with only prompts and selectors, in stages.
+"""Align a model of the server with prompts and selectors, in stages that can be continued and repeated.
 
-Source: FedBiscuit (ICLR 2025), stage 2. A stage has named inputs and outputs in a folder, continues where it
-was stopped, and can be run again by itself.
+Source: FedBiscuit (ICLR 2025), stage 2.
 """
 
 from typing import TYPE_CHECKING

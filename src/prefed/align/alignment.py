@@ -1,4 +1,4 @@
-"""What the stages of an alignment work with: settings, selectors that label completions, pairs as tokens."""
+"""The inputs of an alignment's stages: settings, selectors, prompts, tastes and tokenised pairs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Scores = npt.NDArray[np.float32]
 
 
 class Scorer(Protocol):
-    """What labels pairs: selectors, or a judge instead of them."""
+    """Labels pairs: selectors or a judge."""
 
     def scores(
         self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
     ) -> tuple[npt.NDArray[np.int64], Scores]:
-        """Numbers of the pairs that were judged, and their scores; see :meth:`Selectors.scores`."""
+        """Score pairs; see :meth:`Selectors.scores`."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Selectors:
     """Selectors over one base model.
 
     Attributes:
-        models: name → a selector's tensors (full layout).
-        config: the template of their questions.
-        max_length: tokens of a question; fewer where the model's context ends.
-        max_tokens: tokens of one forward pass.
-        fast: use packed batches where the model's family allows them.
-        responses: how selectors with a latent taste read responses; ``None`` for other selectors.
+        models: name → tensors of a selector (full layout).
+        config: the template of questions.
+        max_length: most tokens of a question; also limited by the model's context.
+        max_tokens: tokens per forward pass.
+        fast: use packed batches if the model supports them.
+        responses: encoder of responses, for selectors with a latent taste.
     """
 
     backbone: Backbone
@@ -66,7 +66,7 @@ class Selectors:
     responses: ResponseEncoder | None = None
 
     def chosen_by(self, labels: str | int) -> Selectors:
-        """The selectors that label: all of them, or the one with a number.
+        """Return the selectors that label: all of them, or the one with a number.
 
         Raises:
             AlignError: there is no such selector.
@@ -76,7 +76,7 @@ class Selectors:
         if labels >= len(self.models):
             raise AlignError(
                 f"[align] labels = {labels}: the run has {len(self.models)} selectors, numbered from 0; "
-                "take another: --set align.labels=majority, or a number"
+                "choose another, or use --set align.labels=majority"
             )
         name = list(self.models)[labels]
         return replace(self, models={name: self.models[name]})
@@ -84,21 +84,20 @@ class Selectors:
     def scores(
         self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
     ) -> tuple[npt.NDArray[np.int64], Scores]:
-        """Judge pairs in both orders.
+        """Score pairs in both orders.
 
         Args:
-            pairs: which response is the chosen one makes no difference to the model.
-            tastes: ``[len(pairs), d_z]`` the latent taste with which each pair is judged; ``None`` for that
-                of the selectors, or where they have none.
+            tastes: ``[len(pairs), d_z]``, the latent taste for each pair; ``None`` for that of the selectors,
+                or for selectors without tastes.
 
         Returns:
-            Numbers of the pairs that were judged, ``[n]``; a pair that is too long is left out. And for each
-            selector their symmetrised scores ``[U, n]``, the mean log-odds over both orders that the chosen
-            response is better.
+            Indices of the scored pairs, ``[n]``, without those that are too long; and their symmetrised
+            scores by each selector, ``[U, n]``: the mean log-odds over both orders that the chosen response
+            is better.
 
         Raises:
-            AlignError: a selector gives a score that is not finite.
-            ValueError: there are tastes, and the selectors have none.
+            AlignError: a score of a selector is not finite.
+            ValueError: ``tastes`` is given, but the selectors have no tastes.
         """
         with tempfile.TemporaryDirectory(prefix="prefed-questions-") as folder:
             return self._scores(pairs, tastes, Path(folder))
@@ -106,7 +105,7 @@ class Selectors:
     def _scores(
         self, pairs: Sequence[Record], tastes: torch.Tensor | None, folder: Path
     ) -> tuple[npt.NDArray[np.int64], Scores]:
-        # Completions may be longer than all of the clients' pairs.
+        # Completions may be longer than all pairs of clients.
         longest = longest_input(self.backbone, self.max_length)
         tokens = write_choices(folder, self.backbone.tokenizer, self.config, pairs, longest)
         asked = tokens.rows.astype(np.int64) - 1
@@ -120,17 +119,17 @@ class Selectors:
         scores = np.stack([sign * trainer.choice_scores(model, rows, z) for model in self.models.values()])
         for name, own in zip(self.models, scores, strict=True):
             if not np.isfinite(own).all():
-                raise AlignError(f"{name} gives scores that are not finite: it diverged; train it again")
+                raise AlignError(f"scores of {name} are not finite: it has diverged; train it again")
         return asked, scores
 
 
 @dataclass(frozen=True)
 class ClientPrompts:
-    """What the clients' prompts are, as far as the server's own prompts depend on them.
+    """The prompts of clients, which the prompts of the server are compared with.
 
     Attributes:
-        hashes: ``uint64``, of every prompt that a client holds; see :attr:`prefed.data.TokenSet.prompts`.
-        example: one of them, for its form; ``None`` if there is none.
+        hashes: ``uint64``, one per prompt; see :attr:`prefed.data.TokenSet.prompts`.
+        example: one of the prompts, for its format, if there is any.
     """
 
     hashes: npt.NDArray[np.uint64]
@@ -139,13 +138,13 @@ class ClientPrompts:
 
 @dataclass(frozen=True)
 class KnownTastes:
-    """What the clients sent to the server of their latent tastes, of d_z numbers each.
+    """The latent tastes that the server knows from clients.
 
     Attributes:
-        population: ``[d_z]`` the mean of the clients' μ̄.
+        population: ``[d_z]``, the mean of the clients' μ̄.
         posteriors: client → μ̄ and log σ̄² of the posterior that it sent last.
         prototypes: ``[M, d_z]``.
-        labels: client → the number of its prototype.
+        labels: client → number of its prototype.
     """
 
     population: torch.Tensor
@@ -156,23 +155,21 @@ class KnownTastes:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The folder of an alignment, its settings, and where it gets the rest when a stage needs it.
+    """The folder, the settings and the inputs of an alignment. Inputs are loaded when a stage needs them.
 
     Attributes:
-        folder: made by the first stage.
+        folder: created by the first stage.
         config: the ``[align]`` table.
-        seed: names the randomness.
-        model: which model is aligned, and its LoRA.
-        data: the ``[data]`` table: template, longest sequence and encoding.
-        max_tokens: tokens of one forward pass.
-        client_prompts: reads the clients' prompts.
+        seed: of all random draws.
+        model: the model to align, and its LoRA.
+        data: the ``[data]`` table.
+        max_tokens: tokens per forward pass.
+        client_prompts: reads the prompts of clients.
         selectors: loads the selectors.
-        sources: digests of what comes from outside: ``"clients"`` and ``"selectors"``, which is the
-            judge's where one labels.
-        judge: labels instead of the selectors, where ``config.judge`` names one.
-        tastes: reads what clients sent of tastes, where ``config.tastes`` asks for a policy that takes
-            them.
-        callback: gets the progress of the stages.
+        sources: digests of the inputs: ``"clients"``, and ``"selectors"`` for the selectors or the judge.
+        judge: labels instead of the selectors.
+        tastes: reads the tastes of clients, for a policy that takes tastes.
+        callback: receives the progress of the stages.
     """
 
     folder: Path
@@ -190,38 +187,38 @@ class Alignment:
 
     @property
     def key(self) -> Key:
-        """The randomness of the alignment."""
+        """The key of all random draws."""
         return Key(self.seed).at("align")
 
     @cached_property
     def policy(self) -> Backbone:
-        """The policy at the start, once its stage is done: completions and π_ref come from it."""
+        """The initial policy, which generates completions and is π_ref; available after its stage."""
         return load_policy(self.model, self.seed, self.folder, self.needs)
 
     @property
     def needs(self) -> frozenset[str]:
-        """The parts of the policy."""
+        """The trainable parts of the policy."""
         return PLAIN if self.config.tastes is None else TASTING
 
     @cached_property
     def template(self) -> Template:
-        """Renders prompts for the policy."""
+        """The template for prompts to the policy."""
         return Template(self.policy.tokenizer, self.data.template)
 
 
 def cache(alignment: Alignment) -> Path:
-    """The folder of what can be made again."""
+    """Return the folder of files that can be made again."""
     return alignment.folder / "cache"
 
 
 def write_pairs(alignment: Alignment, backbone: Backbone, records: Iterable[Record], name: str) -> TokenSet:
     """Tokenise ``records`` into the folder ``name`` of the cache.
 
-    :attr:`TokenSet.rows` are the records' numbers, from 1. A pair whose response leaves no room for its
-    prompt within ``data.max_length``, or within the model's context, is left out.
+    :attr:`TokenSet.rows` are the numbers of the records, from 1. Pairs that exceed ``data.max_length`` or the
+    model's context are left out.
 
     Raises:
-        DataError: the chat template refuses a record.
+        DataError: the chat template rejects a record.
     """
     data, tokenizer = alignment.data, backbone.tokenizer
     encoder = PolicyEncoder(

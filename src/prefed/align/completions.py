@@ -1,7 +1,7 @@
-"""Stage ``completions``: several completions of each prompt by the policy at the start.
+"""Stage ``completions``: the initial policy generates several completions of each prompt.
 
-A policy that takes a taste has one such stage in each generation: the current policy completes each prompt
-with its own taste. Prompts that are held out are completed only in the first generation.
+A policy that takes tastes has one such stage per generation: the current policy completes each prompt with
+the taste drawn for it. Held-out prompts are completed only in the first generation.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         drawn = generation.draw_tastes(alignment, [(number, hashes[number]) for number in numbers])
         tensors = policy_before(alignment, generation)
     ids = [prompt_ids(policy.tokenizer, alignment.template, own.prompt) for own in prompts]
-    # In training a completion is followed by the end-of-text token.
+    # Training appends the end-of-text token to a completion.
     room = _longest(alignment) - config.max_new_tokens - 1
-    # Each prompt is there once for each of its completions.
+
     wanted = [
         (number, sample)
         for number in numbers
@@ -44,8 +44,8 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     ]
     if not wanted:
         raise AlignError(
-            f"every prompt has more than {room} tokens: with align.max_new_tokens = {config.max_new_tokens} "
-            "none fits; lower it, or raise data.max_length"
+            f"every prompt has more than {room} tokens, the limit with align.max_new_tokens = "
+            f"{config.max_new_tokens}: lower it, or raise data.max_length"
         )
     sequences = [ids[number] for number, _ in wanted]
     batches = length_batches(sequences, config.generate)
@@ -99,7 +99,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
 
 
 def _longest(alignment: Alignment) -> int:
-    """Most tokens of a prompt with its completion."""
+    """Return the maximal number of tokens of a prompt with its completion."""
     return min(alignment.data.max_length, alignment.policy.window or alignment.data.max_length)
 
 
@@ -117,7 +117,7 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
 
 
 def stage(generation: Generation) -> Stage:
-    """The stage of a generation."""
+    """Return the stage of a generation."""
     several = generation.number is not None
     return Stage(
         generation.stage("completions"),

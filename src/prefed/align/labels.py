@@ -1,6 +1,6 @@
-"""Stage ``labels``: every two completions of a prompt, judged by the selectors in both orders.
+"""Stage ``labels``: selectors compare every two completions of a prompt in both orders.
 
-In a generation of a policy that takes a taste, the selector judges with the taste of the prompt.
+For a policy that takes tastes, they use the taste drawn for the prompt.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from prefed.train.metrics import majority
 
 FILE, SCORES = LABELS, "scores.jsonl"
 BATCH = 256
-"""Pairs that are judged together. They are the same after a stop, so scores are bit-identical."""
+"""Pairs per batch. It is fixed, so that scores are bit-identical after a restart."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Two different completions of a prompt, by the prompt's number and the samples' numbers."""
+    """Two different completions of a prompt, with the numbers of the prompt and the samples."""
 
     prompt: int
     samples: tuple[int, int]
@@ -41,7 +41,7 @@ class Candidates:
 
 
 def candidates(alignment: Alignment, generation: Generation, counts: dict[str, int]) -> Iterator[Candidates]:
-    """Every two completions of each prompt that differ; ``counts`` gets those that do not."""
+    """Yield every two different completions of each prompt; the others are counted in ``counts``."""
     texts: defaultdict[int, dict[int, str]] = defaultdict(dict)
     for row in rows_in(generation.path(alignment, completions.FILE)):
         texts[row["index"]][row["sample"]] = row["completion"]
@@ -49,7 +49,7 @@ def candidates(alignment: Alignment, generation: Generation, counts: dict[str, i
         for one, other in combinations(sorted(texts[prompt]), 2):
             first, second = texts[prompt][one], texts[prompt][other]
             counts["pairs"] += 1
-            # Blanks around a response make no difference to a selector.
+            # Selectors ignore spaces around a response.
             if first.strip() == second.strip():
                 counts["identical"] += 1
             elif not first.strip() or not second.strip():
@@ -70,20 +70,16 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     if not labels:
         left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
         raise AlignError(
-            f"{path.parent}: no two completions of a prompt got a label ({left_out}); give more "
-            "prompts, a higher align.temperature, or a longer data.max_length"
+            f"{path.parent}: no pair of completions got a label ({left_out}); use more prompts, or raise "
+            "align.temperature or data.max_length"
         )
     files.write(path, dumps(labels))
     return {**counts, "labelled": len(labels)}
 
 
 def _not_judged(alignment: Alignment) -> str:
-    """The name of the count of pairs without scores."""
+    """Return the name of the count of pairs without scores."""
     return "too_long" if alignment.judge is None else "failed"
-
-
-def _scorer(alignment: Alignment) -> Scorer:
-    return alignment.judge or alignment.selectors().chosen_by(alignment.config.labels)
 
 
 def _judge(
@@ -92,13 +88,14 @@ def _judge(
     prompts: list[PromptRow],
     batches: list[list[Candidates]],
 ) -> None:
-    """Append the scores of all pairs that have none yet to :data:`SCORES`."""
+    """Append the missing scores to :data:`SCORES`."""
     path, name = generation.path(alignment, SCORES), generation.stage("labels")
     done, drawn = whole_batches(path, map(len, batches)), generation.tastes(alignment)
     alignment.callback.on_stage_begin(name, done, len(batches))
-    scorer = _scorer(alignment) if done < len(batches) else None
+    if done == len(batches):
+        return
+    scorer: Scorer = alignment.judge or alignment.selectors().chosen_by(alignment.config.labels)
     for number, batch in enumerate(batches[done:], done + 1):
-        assert scorer is not None
         records = [
             Record(prompts[pair.prompt].prompt, *pair.texts, extra=dict(prompts[pair.prompt].extra))
             for pair in batch
@@ -148,7 +145,7 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
 
 
 def stage(generation: Generation) -> Stage:
-    """The stage of a generation."""
+    """Return the stage of a generation."""
     inputs = ("prompts", generation.stage("completions"), "selectors")
     work, parts = partial(_work, generation=generation), (generation.file(SCORES),)
     return Stage(generation.stage("labels"), inputs, _settings, (generation.file(FILE),), work, parts)

@@ -1,6 +1,6 @@
-"""The policy: the base model with an earlier adapter merged in, its files, and its training by epochs.
+"""The policy: loading the base model with an earlier adapter, saving it, and training it by epochs.
 
-The state that is kept after each epoch lets a stopped process continue bit for bit.
+The state stored after each epoch allows a stopped training to continue bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from prefed.train.pair_cache import Rows
 FILE, FOLDER = "policy.json", "policy"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN, TASTING = frozenset({"lora"}), frozenset({"lora", TASTE_MAP})
-"""The parts of a policy, and those of one that takes a taste."""
+"""The trainable parts of a policy, and of one that takes tastes."""
 _PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -49,19 +49,19 @@ _PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
-"""Settings with which an adapter is BA on linear modules and nothing else."""
+"""PEFT settings of a plain LoRA."""
 
 
 class AlignError(ValueError):
-    """An alignment cannot continue; the message names the stage or the file and says what to do."""
+    """An alignment cannot continue."""
 
 
 def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozenset[str] = PLAIN) -> Backbone:
-    """A model with an adapter merged into its weights, and over it a LoRA that changes nothing yet.
+    """Load a model, merge an adapter into its weights, and add a LoRA with initial values.
 
     Args:
-        adapter: a PEFT adapter's folder; ``None`` merges nothing.
-        needs: its parts.
+        adapter: the folder of a PEFT adapter, if any.
+        needs: the trainable parts.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -76,8 +76,8 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozen
     causal = load_causal(model)
     if adapter is not None and model.quantize is not None:
         raise AlignError(
-            f"the adapter {adapter} cannot be merged into a model of 4 bits: leave quantize = "
-            f"{model.quantize!r} out, or give a model that holds the fine-tuning already"
+            f"the adapter {adapter} cannot be merged into a 4-bit model: leave out quantize = "
+            f"{model.quantize!r}, or use a model that is already fine-tuned"
         )
     if adapter is not None:
         try:
@@ -85,17 +85,17 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozen
             _untie(adapted)
             causal = adapted.merge_and_unload()
         except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-            # PyTorch has a line for each tensor.
+            # PyTorch prints one line per tensor.
             problem = "; ".join(line.strip() for line in str(error).splitlines()[:2])
             raise AlignError(
-                f"the adapter {adapter} does not fit the model {model.name!r}: {problem}; give one that was "
-                "trained on this model, or name its model in [align.model]"
+                f"the adapter {adapter} does not fit the model {model.name!r}: {problem}; use one that was "
+                "trained on this model, or set its model in [align.model]"
             ) from error
     return make_backbone(causal, tokenizer, model, Key(seed).at("align").at("model"), needs)
 
 
 def _untie(adapted: Any) -> None:
-    """Part a tied head from input embeddings that have a LoRA: merging would change the head with them."""
+    """Untie the head from input embeddings with a LoRA, since merging would change the head too."""
     base = adapted.get_base_model()
     head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
     if hasattr(embeddings, "lora_embedding_A") and head.weight is embeddings.weight:
@@ -104,23 +104,23 @@ def _untie(adapted: Any) -> None:
 
 
 def load_policy(model: ModelConfig, seed: int, folder: Path, needs: frozenset[str] = PLAIN) -> Backbone:
-    """The policy that the stage ``policy`` wrote to an alignment's folder.
+    """Load the policy that the stage ``policy`` wrote to the folder of an alignment.
 
     Raises:
-        AlignError: the model changed since.
+        AlignError: the base model changed.
     """
     adapter = folder / FOLDER
     backbone = load_base(model, seed, adapter if adapter.exists() else None, needs)
     if json.loads((folder / FILE).read_text("utf-8"))["model"] != model_digest(backbone):
         raise AlignError(
-            f"the model {model.name!r} is not the one that stage policy in {folder} found; restore it, or "
-            "run this stage and those after it again: --stage policy"
+            f"the model {model.name!r} changed after stage policy in {folder}; restore it, or run this stage "
+            "and all later ones again: --stage policy"
         )
     return backbone
 
 
 def save_policy(tensors: Tensors, path: Path) -> None:
-    """Write the tensors of a policy that takes a taste, by their names."""
+    """Write the tensors of a policy that takes tastes, by their names."""
     from safetensors.torch import save
 
     content = {name: value.cpu().clone() for name, value in tensors.items()}
@@ -128,10 +128,10 @@ def save_policy(tensors: Tensors, path: Path) -> None:
 
 
 def read_policy(backbone: Backbone, path: Path) -> Tensors:
-    """The tensors (full layout) that :func:`save_policy` wrote.
+    """Read the tensors (full layout) that :func:`save_policy` wrote.
 
     Raises:
-        AlignError: the file is missing or damaged, or its tensors are those of another model.
+        AlignError: the file is missing or damaged, or its tensors belong to another model.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -141,30 +141,32 @@ def read_policy(backbone: Backbone, path: Path) -> Tensors:
         if {name: tuple(t.shape) for name, t in tensors.items()} != {
             entry.name: entry.shape for entry in backbone.layout.entries
         }:
-            raise ValueError(f"its tensors are not those of a policy on {backbone.config.name!r}")
+            raise ValueError(f"its tensors do not fit {backbone.config.name!r}")
         return Tensors.gather(backbone.layout, tensors)
     except (OSError, ValueError, SafetensorError) as error:
-        raise AlignError(f"{path}: no policy: {error}; run the stage again: --stage train") from error
+        raise AlignError(
+            f"cannot read the policy {path}: {error}; run the stage again: --stage train"
+        ) from error
 
 
 def adapter_settings(folder: Path) -> Mapping[str, Any]:
-    """The settings of an adapter that can be joined with another.
+    """Read the settings of an adapter, which must be a plain LoRA.
 
     Raises:
-        AlignError: the folder holds none, or it is more than a plain LoRA.
+        AlignError: the folder has no adapter, or not a plain LoRA.
     """
     try:
         settings: dict[str, Any] = json.loads((folder / CONFIG).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise AlignError(f"[align] sft: {folder} holds no PEFT adapter: {error}") from error
+        raise AlignError(f"[align] sft: {folder} is not a PEFT adapter: {error}") from error
     if not (folder / WEIGHTS).exists():
         raise AlignError(f"[align] sft: {folder} has no {WEIGHTS}; save the adapter as safetensors")
     for name, value in _PLAIN.items():
         if settings.get(name, value) != value:
             raise AlignError(
-                f"[align] sft: the adapter in {folder} has {name} = {settings[name]!r}, and only a plain "
-                f"LoRA ({name} = {value!r}) can be a part of the aligned adapter; merge it into the model "
-                "and give that as [align.model] name"
+                f"[align] sft: the adapter in {folder} has {name} = {settings[name]!r}, but only plain LoRA "
+                f"({name} = {value!r}) is supported; merge the adapter into its model, and set this model as "
+                "[align.model] name"
             )
     return settings
 
@@ -172,14 +174,14 @@ def adapter_settings(folder: Path) -> Mapping[str, Any]:
 def save_over_start(
     backbone: Backbone, tensors: Tensors, start: Path, folder: Path, taste: torch.Tensor | None = None
 ) -> None:
-    """Write ``tensors`` as one adapter for the base model, together with that of the policy at the start.
+    """Write ``tensors``, joined with the adapter of the initial policy, as one adapter for the base model.
 
-    With W + s₁B₁A₁ at the start and s₂B₂A₂ trained over it, the sum is W + [s₁B₁ s₂B₂][A₁; A₂]: a LoRA whose
-    rank is the sum of both. A module that only one of the two adapts gets zeros for the other.
+    An initial W + s₁B₁A₁ plus a trained s₂B₂A₂ is W + [s₁B₁ s₂B₂][A₁; A₂]: a LoRA whose rank is the sum of
+    both ranks. For a module in only one adapter, the other part is zero.
 
     Args:
-        start: an adapter's folder; if there is none, only ``tensors`` are written.
-        taste: ``[d_z]``, for a policy that takes one; see :func:`prefed.models.save_adapter`.
+        start: the folder of the initial adapter; if it does not exist, only ``tensors`` are written.
+        taste: ``[d_z]``, for a policy that takes tastes; see :func:`prefed.models.save_adapter`.
     """
     if not start.exists():
         save_adapter(backbone, tensors, folder, taste)
@@ -190,7 +192,7 @@ def save_over_start(
         own = Path(temporary) / "adapter"
         save_adapter(backbone, tensors, own, taste)
         settings = json.loads((own / CONFIG).read_text("utf-8"))
-        # The LoRA of a taste has its own rank, and nothing to join it with.
+        # The LoRA for the taste has a different rank, and the initial adapter has no such part.
         tasted = {n: t for n, t in load_file(str(own / WEIGHTS)).items() if ".lora_embedding_" in n}
         parts = []
         for place, about in ((start, adapter_settings(start)), (own, settings)):
@@ -212,7 +214,7 @@ def save_over_start(
 def _join(
     parts: list[tuple[dict[str, torch.Tensor], int, float]],
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Both factors of every module, side by side; and the modules' paths, sorted."""
+    """Concatenate the factors of each module; also return the sorted paths of the modules."""
     stems = sorted({name.rpartition(".lora_")[0] for tensors, _, _ in parts for name in tensors})
     joined: dict[str, torch.Tensor] = {}
     for stem in stems:
@@ -228,23 +230,23 @@ def _join(
 
 
 _MOMENTS = "moments."
-"""The prefix of the groups with the optimiser's state."""
+"""Prefix of the groups with the optimiser state."""
 
 Measure = Callable[[int, Tensors], Mapping[str, Plain]]
-"""Called with the number of an epoch and the tensors after it; returns the epoch's metrics."""
+"""Called with the number of an epoch and the tensors after it; returns metrics."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training on the server.
+    """Settings of a training on the server.
 
     Attributes:
-        stage: names the randomness, and the stage for callbacks.
-        rows: the pairs, by their rows in the trainer's set.
-        state: the file that is written after each epoch.
-        remedy: what to do if training diverges.
-        steps: of an epoch; ``None`` for one pass over the rows.
-        before: the state of an earlier training, whose tensors and optimiser this one continues.
+        stage: the name of the stage, for callbacks and messages.
+        rows: rows of the pairs in the trainer's token set.
+        state: the file to write after each epoch.
+        remedy: for the error message if training diverges.
+        steps: steps per epoch; ``None`` for one pass over the rows.
+        before: a state file with the initial tensors and optimiser state.
     """
 
     stage: str
@@ -262,13 +264,13 @@ class Training:
 def train_epochs(
     trainer: PairTrainer, training: Training, key: Key, callback: Callback, measure: Measure
 ) -> tuple[Tensors, list[dict[str, Any]]]:
-    """Train all tensors, from the backbone's start unless ``before`` names another.
+    """Train all tensors, or continue an interrupted training.
 
     Returns:
-        The tensors, and the figures of each epoch.
+        The tensors, and the metrics of each epoch.
 
     Raises:
-        AlignError: a tensor is not finite after an epoch, or the file of the last epoch is damaged.
+        AlignError: a tensor is not finite after an epoch, or a state file is damaged.
     """
     backbone = trainer.backbone
     ownership = Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
@@ -295,7 +297,7 @@ def train_epochs(
             raise AlignError(f"epoch {epoch} of stage {training.stage} diverged: {training.remedy}")
         figures = {"epoch": epoch, "loss": result.loss, "steps": result.steps, **measure(epoch, tensors)}
         history.append(figures)
-        # With this write the epoch counts.
+        # This write commits the epoch.
         files.write(training.state, _encode(tensors, moments, history))
         numbers = {name: float(value) for name, value in figures.items() if isinstance(value, float)}
         callback.on_stage_step(training.stage, epoch, training.epochs, numbers)
@@ -311,10 +313,10 @@ def _encode(tensors: Tensors, moments: Moments, history: list[dict[str, Any]]) -
 
 
 def read_state(path: Path, stage: str) -> tuple[Tensors, Moments, list[dict[str, Any]]]:
-    """Tensors, optimiser state and metrics after the last epoch in a file.
+    """Read tensors, optimiser state and metrics of all epochs from a state file.
 
     Args:
-        stage: that wrote it, for messages.
+        stage: the stage that wrote it, for messages.
 
     Raises:
         AlignError: the file is damaged.
@@ -322,7 +324,7 @@ def read_state(path: Path, stage: str) -> tuple[Tensors, Moments, list[dict[str,
     digest, _, data = path.read_bytes().partition(b"\n")
     if digest != files.digest(data).encode():
         raise AlignError(
-            f"{path} is damaged: its content is not what was written; run the stage again: --stage {stage}"
+            f"{path} is damaged: its digest does not match; run the stage again: --stage {stage}"
         )
     state = decode_state(data)
     slots = {

@@ -1,10 +1,10 @@
-"""All stages of an alignment in their order, and its summary.
+"""Run all stages of an alignment, and write its summary.
 
-A policy that takes a taste has generations (FedVPA-GP, arXiv:2605.30873, stage 2). In each of them the
-current policy completes each prompt with a taste drawn for it, the frozen selector labels the completions
-with this taste, and the policy takes steps on the labels. Labels of different generations are not comparable.
-So what is kept is decided on the held-out pairs of the first generation, whose prompts are completed only
-once and never trained on.
+A policy that takes tastes is trained in generations (FedVPA-GP, arXiv:2605.30873, stage 2). In each of them,
+the current policy completes each prompt with a taste drawn for it, the frozen selector labels the completions
+with this taste, and the policy is trained on the labels. Since labels of different generations are not
+comparable, the best policy is selected on the held-out pairs of the first generation, whose prompts are
+completed only once and never used for training.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ POLICY = "policy.safetensors"
 
 
 def generation_stages(count: int) -> tuple[Stage, ...]:
-    """The stages of ``count`` generations, and the one that keeps the best policy."""
+    """Return the stages of ``count`` generations, and the one that selects the best policy."""
     stages = [tastes.STAGE]
     for number in range(1, count + 1):
         generation = Generation(number)
@@ -52,12 +52,12 @@ def generation_stages(count: int) -> tuple[Stage, ...]:
 
 
 def count_of(config: AlignConfig) -> int:
-    """How many generations there are."""
+    """Return the number of generations."""
     return config.generations or 3
 
 
 def summarize(figures: Mapping[str, Figures]) -> dict[str, Figures]:
-    """The metrics of all stages as those of an alignment with a single generation, with counts summed."""
+    """Merge the metrics of generations into those of single stages, with summed counts."""
     single = {name: own for name, own in figures.items() if "-" not in name}
     for kind in ("completions", "labels", "train"):
         own = [figures[name] for name in figures if name.startswith(f"{kind}-")]
@@ -131,7 +131,7 @@ def _train(alignment: Alignment, generation: Generation) -> Figures:
 
 
 def _keep_best(alignment: Alignment) -> Figures:
-    """Keep the best of all epochs, export it at the population's taste, and join the generations' rows."""
+    """Select the best epoch, export it with the population's taste, and join the rows of all generations."""
     generations = [Generation(number) for number in range(1, count_of(alignment.config) + 1)]
     epochs: list[dict[str, Any]] = []
     checkpoints = []
@@ -160,33 +160,33 @@ def _keep_best(alignment: Alignment) -> Figures:
 
 SETTINGS, SUMMARY = "settings.json", "summary.json"
 STAGES = (start.PROMPTS_STAGE, start.POLICY_STAGE, completions.STAGE, labels.STAGE, training.STAGE)
-"""The stages in their order."""
+"""The stages for a policy without tastes, in their order."""
 
 
 def stages_of(config: AlignConfig) -> tuple[Stage, ...]:
-    """The stages in their order; a policy that takes a taste has :mod:`prefed.align.run`."""
+    """Return the stages in their order."""
     if config.tastes is None:
         return STAGES
     return (start.PROMPTS_STAGE, start.POLICY_STAGE, *generation_stages(count_of(config)))
 
 
 def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
-    """Run every stage that is not done yet, and write ``summary.json``.
+    """Run all unfinished stages, and write ``summary.json``.
 
-    If the process is killed at any point, another one continues and ends with the same numbers.
+    If the process is killed, another one can continue and ends with the same numbers.
 
     Args:
         again: the stage to run again, with all stages after it.
 
     Returns:
-        The content of ``summary.json``: the metrics of each stage, and their total ``seconds``. The seconds
-        and rates of a stage are those of the process that finished it.
+        The content of ``summary.json``: the metrics of each stage, and the total ``seconds``. The seconds and
+        rates of a stage are those of the process that finished it.
 
     Raises:
-        AlignError: a stage was run with other settings or inputs, there is no such stage, or nothing is left
-            to label or to train on.
+        AlignError: a stage was run with other settings or inputs, there is no such stage, or no pairs are
+            left to label or to train on.
         DataError, ModelError: prompts, rows, selectors or model cannot be used.
-        OSError: a file cannot be written. Stages that are done stay.
+        OSError: a file cannot be written. Finished stages are kept.
     """
     stages = stages_of(alignment.config)
     check_settings(alignment, stages, again)
@@ -204,7 +204,7 @@ def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
 
 
 def _forget_others(folder: Path, stages: tuple[Stage, ...]) -> None:
-    """Delete the files of stages of another kind than ``stages``, or of further generations."""
+    """Delete the files of stages that are not in ``stages``, e.g. of additional generations."""
     numbers = [int(path.name) for path in (folder / "generations").glob("*") if path.name.isdecimal()]
     names = {stage.name for stage in stages}
     wanted = {path for stage in stages for path in (*stage.outputs, *stage.parts)}
@@ -215,7 +215,7 @@ def _forget_others(folder: Path, stages: tuple[Stage, ...]) -> None:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a folder holds an alignment, finished or not."""
+    """Whether a folder contains files of a finished or unfinished alignment."""
     return left_anything(folder, STAGES)
 
 

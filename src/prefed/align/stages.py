@@ -1,6 +1,6 @@
-"""Stages: named inputs and outputs in a folder, and a manifest of what a stage was run with.
+"""Stages with named inputs and outputs in a folder, and a manifest of their settings and digests.
 
-Rows are JSON lines that are appended batch by batch, so a process that is killed loses no whole batch.
+Rows are JSON lines, appended in batches; a killed process loses no complete batch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from prefed.core.text import did_you_mean
 
 
 def dumps(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """One line for each row."""
+    """Format rows as JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append a batch, each row with a digest of its content, and bring it to the disk."""
+    """Append a batch of rows with digests, and sync it to the disk."""
     files.append(path, b"".join(files.dumps_with_digest(row) + b"\n" for row in rows))
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, one at a time.
+    """Yield the rows of a file.
 
     Raises:
-        AlignError: (while iterating) a line is no row, or was changed.
+        AlignError: a line is damaged.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -42,14 +42,12 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
                 yield files.loads_with_digest(line)
             except files.DamagedError as error:
                 raise AlignError(
-                    f"{path}, line {number}: damaged: {error}; run the stage that wrote it again (--stage)"
+                    f"{path}, line {number} is damaged: {error}; run the stage that wrote it again (--stage)"
                 ) from error
 
 
 def whole_batches(path: Path, sizes: Iterable[int]) -> int:
-    """How many batches of a file are whole. The file is truncated at the first that is not.
-
-    A batch is not whole if half a line of it is missing, or if a line is not as :func:`append` wrote it.
+    """Count the complete and undamaged batches at the start of a file, and truncate the file after them.
 
     Args:
         sizes: the number of lines of each batch, in the order in which they are appended.
@@ -81,15 +79,15 @@ Figures = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage.
+    """A stage of an alignment.
 
     Attributes:
-        name: as ``--stage`` takes it.
-        inputs: the stages whose outputs it reads, and names of :attr:`Alignment.sources`.
-        settings: the settings that decide its result.
-        outputs: files and folders in the alignment's folder that later stages and people read.
-        parts: files that it keeps only to continue after a stop.
+        name: its name for ``--stage``.
+        inputs: names of the stages whose outputs it reads, and keys of :attr:`Alignment.sources`.
+        settings: returns the settings that its result depends on.
+        outputs: files and folders for later stages and for users.
         work: starts or continues the work, and returns its metrics.
+        parts: files that only serve to continue after a stop.
     """
 
     name: str
@@ -101,16 +99,16 @@ class Stage:
 
 
 def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None = None) -> dict[str, Figures]:
-    """Run the stages that are not done yet, in order, and return the metrics of every stage.
+    """Run all unfinished stages in order, and return the metrics of every stage.
 
-    Before a stage starts, its manifest records settings and inputs. At its end the manifest gets digests of
-    the outputs: this single write makes the stage count.
+    Before a stage starts, its manifest records settings and inputs. At its end, digests of the outputs are
+    added; this single write commits the stage.
 
     Args:
         again: the stage to run again, with all stages after it.
 
     Raises:
-        AlignError: a stage was started with other settings or inputs, or its outputs changed since.
+        AlignError: a stage was started with other settings or inputs, or its outputs were changed.
     """
     kept = _kept(stages, again)
     for stage in reversed(stages[kept:]):
@@ -131,7 +129,9 @@ def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None 
             figures[stage.name] = before["figures"]
         else:
             files.write(path, files.dumps_with_digest(wanted, indent=1))
-            figures[stage.name] = _do(alignment, stage)
+            started = time.perf_counter()
+            metrics = stage.work(alignment)
+            figures[stage.name] = {**metrics, "seconds": time.perf_counter() - started}
             before = {
                 **wanted,
                 "outputs": _outputs(alignment.folder, stage),
@@ -144,7 +144,7 @@ def run_stages(alignment: Alignment, stages: Sequence[Stage], again: str | None 
 
 
 def check_settings(alignment: Alignment, stages: Sequence[Stage], again: str | None = None) -> None:
-    """Compare the settings with those of every stage that was started and will not run again.
+    """Check that stages which were started and will not run again have the same settings.
 
     Raises:
         AlignError: they differ, or there is no stage ``again``.
@@ -157,24 +157,19 @@ def check_settings(alignment: Alignment, stages: Sequence[Stage], again: str | N
 
 
 def _kept(stages: Sequence[Stage], again: str | None) -> int:
-    """How many stages are kept if ``again`` runs again."""
+    """Return the number of stages before ``again``."""
     names = [stage.name for stage in stages]
     if again is None:
         return len(names)
     if again not in names:
-        raise AlignError(f"there is no stage {again!r}{did_you_mean(again, names)} ({', '.join(names)})")
+        hint = did_you_mean(again, names)
+        raise AlignError(f"no stage {again!r}{hint}; the stages are {', '.join(names)}")
     return names.index(again)
 
 
 def _settings(alignment: Alignment, stage: Stage) -> Any:
-    """A stage's settings after a round trip through JSON."""
+    """Return the settings of a stage after a round trip through JSON."""
     return json.loads(json.dumps(stage.settings(alignment)))
-
-
-def _do(alignment: Alignment, stage: Stage) -> Figures:
-    begun = time.perf_counter()
-    figures = stage.work(alignment)
-    return {**figures, "seconds": time.perf_counter() - begun}
 
 
 def _manifest(folder: Path, stage: Stage) -> Path:
@@ -182,12 +177,12 @@ def _manifest(folder: Path, stage: Stage) -> Path:
 
 
 def left_anything(folder: Path, stages: Sequence[Stage]) -> bool:
-    """Whether any of the stages wrote outputs, or parts of its work."""
+    """Whether any of the stages wrote outputs or parts."""
     return any((folder / name).exists() for stage in stages for name in (*stage.outputs, *stage.parts))
 
 
 def _read(folder: Path, stage: Stage) -> dict[str, Any] | None:
-    """The manifest of a stage; ``None`` if it was not started, or failed before it wrote anything."""
+    """Read the manifest of a stage; ``None`` if it was not started, or failed before writing anything."""
     path = _manifest(folder, stage)
     try:
         manifest = files.loads_with_digest(path.read_bytes())
@@ -215,21 +210,21 @@ def _check_same(
         raise AlignError(
             f"stage {stage.name} in {folder} {state} with other settings or inputs (then → now):\n"
             + "\n".join(lines)
-            + f"\nrestore them, or run this stage and those after it again: --stage {stage.name}"
+            + f"\nrestore them, or run this stage and all later ones again: --stage {stage.name}"
         )
 
 
 def check_outputs(folder: Path, stage: Stage, digests: Mapping[str, str]) -> None:
-    """Compare outputs of a stage with their digests, see :func:`output_digest`.
+    """Compare outputs of a stage with digests from :func:`output_digest`.
 
     Raises:
-        AlignError: one is missing or changed.
+        AlignError: an output is missing or was changed.
     """
     for name, digest in digests.items():
         if not (folder / name).exists() or output_digest(folder / name) != digest:
             raise AlignError(
-                f"{folder / name} is not what stage {stage.name} wrote; restore a copy of it, or run this "
-                f"stage and those after it again: --stage {stage.name}"
+                f"{folder / name} is missing or was changed; restore it from a backup, or run stage "
+                f"{stage.name} and all later ones again: --stage {stage.name}"
             )
 
 
@@ -238,7 +233,7 @@ def _outputs(folder: Path, stage: Stage) -> dict[str, str]:
 
 
 def output_digest(path: Path) -> str:
-    """The digest of a file, or of the names and contents in a folder."""
+    """Compute the digest of a file, or of the names and contents in a folder."""
     if path.is_file():
         return files.file_digest(path)
     names = sorted(item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file())
@@ -246,7 +241,7 @@ def output_digest(path: Path) -> str:
 
 
 def forget(folder: Path, stage: Stage) -> None:
-    """Delete the files of a stage, its manifest first: without it the stage does not count."""
+    """Delete the files of a stage, starting with its manifest."""
     files.remove(_manifest(folder, stage))
     for name in (*stage.outputs, *stage.parts):
         if (folder / name).is_dir():

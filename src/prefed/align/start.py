@@ -1,6 +1,6 @@
-"""Stages ``prompts`` and ``policy``: the server's prompts, and the policy that completions and π_ref use.
+"""Stages ``prompts`` and ``policy``: select the server's prompts, and prepare the initial policy.
 
-The server's prompts are those of its files without the ones that clients hold.
+Prompts that clients also have are removed. The initial policy generates completions and is π_ref.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROMPTS = "prompts.jsonl"
 
 
 def own_prompts(alignment: Alignment) -> list[PromptRow]:
-    """The prompts that the stage kept, in their order."""
+    """Read the selected prompts in their order."""
     rows = rows_in(alignment.folder / PROMPTS)
     return [PromptRow(parse_prompt(row["prompt"]), extra=row.get("extra", {})) for row in rows]
 
@@ -66,9 +66,9 @@ def _keep_prompts(alignment: Alignment) -> Figures:
     rows = list(_new_prompts(alignment, counts))
     if not rows:
         raise AlignError(
-            f"{alignment.config.prompts.path}: no prompt is left: of {counts['read']:,} there, clients hold "
-            f"{counts['clients']:,}, and {counts['duplicates']:,} are repeats; give prompts of the "
-            "server's own"
+            f"{alignment.config.prompts.path}: no prompts are left: of {counts['read']:,}, clients have "
+            f"{counts['clients']:,}, and {counts['duplicates']:,} are repeats; use prompts that clients do "
+            "not have"
         )
     files.write(alignment.folder / PROMPTS, dumps(rows))
     return counts
@@ -100,12 +100,12 @@ PROMPTS_STAGE = Stage("prompts", ("clients",), _prompts_settings, (PROMPTS,), _k
 
 STATE = "policy.state"
 _NOBODY = "∅"
-"""Stands for the rejected response of a row that has none. The loss ``sft`` does not read it."""
+"""Placeholder for a rejected response, which the loss ``sft`` ignores."""
 
 
 def _policy_settings(alignment: Alignment) -> dict[str, Any]:
     config = alignment.config
-    # Checkpointing changes no number.
+    # Checkpointing does not affect results.
     model = alignment.model.model_dump(mode="json", exclude_none=True, exclude={"checkpointing"})
     settings = {"model": model, "seed": alignment.seed}
     if alignment.needs != PLAIN:
@@ -139,7 +139,7 @@ def _start_policy(alignment: Alignment) -> Figures:
     if config.sft is not None and _is_adapter(config.sft):
         given = Path(config.sft).expanduser()
         adapter_settings(given)
-        # One that does not fit leaves nothing behind.
+        # Raises before anything is written if the adapter does not fit.
         load_base(alignment.model, alignment.seed, given)
         with atomic_folder(folder / FOLDER) as partial:
             for name in (CONFIG, WEIGHTS):
@@ -160,7 +160,9 @@ def _fine_tune(alignment: Alignment, sft: str) -> dict[str, Any]:
     backbone: Backbone = load_base(alignment.model, alignment.seed, None)
     tokens = write_pairs(alignment, backbone, _responses(alignment, sft), "sft")
     if not len(tokens):
-        raise DataError(f"[align] sft: no row of {sft} fits data.max_length = {alignment.data.max_length}")
+        raise DataError(
+            f"[align] sft: every row of {sft} exceeds data.max_length = {alignment.data.max_length}; raise it"
+        )
     trainer = PairTrainer(backbone, tokens, max_tokens=alignment.max_tokens, fast=alignment.model.fast)
     training = Training(
         stage="policy",
@@ -189,15 +191,15 @@ def _responses(alignment: Alignment, sft: str) -> Iterator[Record]:
 def _rows(sft: str, data: DataConfig) -> Iterator[tuple[Prompt, str]]:
     for row, location in read_prompts(Source(path=sft), data.encoding, data.format):
         if row.response is None or not row.response.strip():
-            raise AlignError(f"{location}: there is no response to fine-tune on; name the column response")
+            raise AlignError(f"{location}: no response to fine-tune on; add a column 'response'")
         yield row.prompt, row.response
 
 
 def check_inputs(config: AlignConfig, data: DataConfig) -> None:
-    """Read the prompts and the rows of ``sft`` through: no client trains for a file that is of no use.
+    """Check the files of prompts and of ``sft``, before clients train.
 
     Raises:
-        DataError: a file is not there, or has a row without a prompt.
+        DataError: a file is missing, or a row has no prompt.
         AlignError: a row has no response, or the adapter is not a plain LoRA.
     """
     for _ in islice(read_prompts(config.prompts, data.encoding, data.format), config.limit):

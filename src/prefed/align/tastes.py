@@ -1,7 +1,6 @@
-"""Stage ``tastes``, and one generation of completions: its files, and a taste for each prompt.
+"""Stage ``tastes``, and generations: their files, and the taste drawn for each prompt.
 
-Tastes are drawn from what clients sent to the server, and from nothing else. Without tastes there is a single
-generation.
+Tastes are only drawn from what clients sent to the server. Without tastes there is a single generation.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ KNOWN = "tastes.json"
 
 @dataclass(frozen=True)
 class Drawn:
-    """The taste with which a prompt is completed, and its completions are labelled.
+    """The taste for completing a prompt and labelling its completions.
 
     Attributes:
         z: ``[d_z]``.
-        origin: ``{"client": ID}`` or ``{"prototype": K}``, from which it was drawn.
+        origin: what it was drawn from: ``{"client": ID}`` or ``{"prototype": K}``.
     """
 
     z: torch.Tensor
     origin: Mapping[str, str | int] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Convert to JSON values."""
         return {**self.origin, "z": self.z.tolist()}
 
 
 def parse_drawn(row: Mapping[str, Any]) -> Drawn:
-    """The taste that :meth:`Drawn.plain` made a row of."""
+    """Invert :meth:`Drawn.plain`."""
     return Drawn(torch.tensor(row["z"]), {name: row[name] for name in ("client", "prototype") if name in row})
 
 
@@ -50,7 +49,7 @@ def check_told(tastes: str, clients: Collection[str], labelled: Collection[str])
     """Check that there are tastes to draw from.
 
     Args:
-        tastes: as :func:`draw` takes it.
+        tastes: as for :func:`draw`.
         clients: those that sent a posterior.
         labelled: those that have a prototype.
 
@@ -59,26 +58,26 @@ def check_told(tastes: str, clients: Collection[str], labelled: Collection[str])
     """
     if tastes == "prototypes" and not labelled:
         raise AlignError(
-            "[align] tastes = 'prototypes': the run has none; take 'posteriors', or a run of fedvpa with "
-            "prototypes = true"
+            "[align] tastes = 'prototypes': the run has no prototypes; use 'posteriors', or a run of fedvpa "
+            "with prototypes = true"
         )
     if tastes == "posteriors" and not clients:
         raise AlignError(
-            "[align] tastes = 'posteriors': no client sent a posterior of its taste; each has fewer "
-            "pairs than [privacy] minimum_pairs"
+            "[align] tastes = 'posteriors': no client sent a posterior, since all have fewer pairs than "
+            "[privacy] minimum_pairs; lower it and run again"
         )
 
 
 def draw(known: KnownTastes, tastes: str, key: Key) -> Drawn:
-    """A taste for a prompt.
+    """Draw a taste for a prompt.
 
     Args:
-        tastes: ``"posteriors"`` takes any client with equal probability, and z ~ N(μ̄, σ̄²) of that client;
-            ``"prototypes"`` takes a prototype, each as often as clients have it.
-        key: the randomness of the prompt.
+        tastes: ``"posteriors"`` draws a client uniformly, and z ~ N(μ̄, σ̄²) of that client; ``"prototypes"``
+            draws a prototype in proportion to its number of clients.
+        key: the key of the prompt.
 
     Raises:
-        AlignError: see :func:`check_told`.
+        AlignError: as :func:`check_told`.
     """
     check_told(tastes, known.posteriors, known.labels)
     generator = key.numpy()
@@ -94,7 +93,7 @@ def draw(known: KnownTastes, tastes: str, key: Key) -> Drawn:
 
 
 def dumps_tastes(known: KnownTastes) -> bytes:
-    """The tastes as a JSON file; :func:`load_tastes` restores them bit for bit."""
+    """Format tastes as JSON; :func:`load_tastes` restores them bit for bit."""
     content = {
         "population": known.population.tolist(),
         "clients": {
@@ -108,7 +107,7 @@ def dumps_tastes(known: KnownTastes) -> bytes:
 
 
 def load_tastes(folder: Path) -> KnownTastes:
-    """The tastes that the stage wrote to an alignment's folder.
+    """Read the tastes in the folder of an alignment.
 
     Raises:
         AlignError: the file is missing or damaged.
@@ -135,7 +134,7 @@ def load_tastes(folder: Path) -> KnownTastes:
 def _keep_tastes(alignment: Alignment) -> Figures:
     assert alignment.tastes is not None
     known = alignment.tastes()
-    # Anyone who can read a posterior can judge as its client would.
+    # A posterior reveals the preferences of its client.
     files.write(alignment.folder / KNOWN, dumps_tastes(known), mode=0o600)
     return {"clients": len(known.posteriors), "prototypes": len(known.prototypes)}
 
@@ -148,16 +147,16 @@ TASTES, LABELS, STATE = "tastes.jsonl", "labels.jsonl", "train.state"
 
 @dataclass(frozen=True)
 class Generation:
-    """The files of a generation, and its randomness.
+    """Names of files and stages of a generation, and its key.
 
     Attributes:
-        number: from 1; ``None`` for the single one of a policy that takes no taste.
+        number: from 1; ``None`` for the single generation of a policy without tastes.
     """
 
     number: int | None = None
 
     def stage(self, name: str) -> str:
-        """The name of its stage of this kind.
+        """Return the name of a stage in this generation.
 
         >>> Generation().stage("labels"), Generation(2).stage("labels")
         ('labels', 'labels-2')
@@ -165,7 +164,7 @@ class Generation:
         return name if self.number is None else f"{name}-{self.number}"
 
     def file(self, name: str) -> str:
-        """The path of its file of this name, in the alignment's folder.
+        """Return the path of a file relative to the folder of the alignment.
 
         >>> Generation().file("labels.jsonl"), Generation(2).file("labels.jsonl")
         ('labels.jsonl', 'generations/2/labels.jsonl')
@@ -173,16 +172,16 @@ class Generation:
         return name if self.number is None else f"generations/{self.number}/{name}"
 
     def path(self, alignment: Alignment, name: str) -> Path:
-        """Its file of this name."""
+        """Return the path of a file."""
         return alignment.folder / self.file(name)
 
     def key(self, alignment: Alignment) -> Key:
-        """Its randomness."""
+        """Return the key of all random draws."""
         return alignment.key if self.number is None else alignment.key.at("generation", self.number)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The stages of earlier generations that this one continues.
+        """The stages of earlier generations that this one depends on.
 
         >>> Generation(1).inputs, Generation(3).inputs
         ((), ('labels-1', 'train-2'))
@@ -191,15 +190,14 @@ class Generation:
 
     @property
     def before(self) -> Generation | None:
-        """The generation before; ``None`` for the first one."""
+        """The previous generation; ``None`` for the first one."""
         return Generation(self.number - 1) if self.number and self.number > 1 else None
 
     def draw_tastes(self, alignment: Alignment, prompts: Iterable[tuple[int, int]]) -> dict[int, Drawn]:
         """Draw a taste for each prompt, and write :data:`TASTES`.
 
         Args:
-            prompts: the prompts' numbers, with a hash that names the randomness of each: what is drawn for a
-                prompt does not depend on the others.
+            prompts: number and hash of each prompt. The taste of a prompt depends only on its hash.
         """
         tastes = alignment.config.tastes
         assert tastes is not None
@@ -216,14 +214,14 @@ class Generation:
         return drawn
 
     def tastes(self, alignment: Alignment) -> dict[int, Drawn] | None:
-        """Number of a prompt → the taste that was drawn for it; ``None`` where the policy takes none."""
+        """Read number of a prompt → its taste; ``None`` for a policy without tastes."""
         if self.number is None:
             return None
         return {row["index"]: parse_drawn(row) for row in rows_in(self.path(alignment, TASTES))}
 
 
 def policy_before(alignment: Alignment, generation: Generation) -> Tensors:
-    """The policy (full layout) at the start of a numbered generation."""
+    """Return the policy (full layout) at the start of a numbered generation."""
     if generation.before is None:
         return alignment.policy.initial
     path = generation.before.path(alignment, STATE)
@@ -232,7 +230,7 @@ def policy_before(alignment: Alignment, generation: Generation) -> Tensors:
 
 
 def held_out(alignment: Alignment, prompts: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """The numbers of the prompts that are not trained on: a share of those given, drawn by the seed.
+    """Draw the numbers of the held-out prompts.
 
     Args:
         prompts: numbers of prompts, which may repeat.
@@ -244,11 +242,11 @@ def held_out(alignment: Alignment, prompts: npt.ArrayLike) -> npt.NDArray[np.int
 
 
 def held_out_prompts(alignment: Alignment) -> frozenset[int]:
-    """The held-out prompts of a policy that takes a taste: of those with a label in the first generation."""
+    """Return the held-out prompts among those with a label in the first generation."""
     rows = rows_in(Generation(1).path(alignment, LABELS))
     return frozenset(held_out(alignment, [row["index"] for row in rows]).tolist())
 
 
 def at_prompts(drawn: dict[int, Drawn] | None, prompts: Iterable[int]) -> torch.Tensor | None:
-    """``[n, d_z]`` the tastes of prompts; ``None`` where none are drawn."""
+    """Stack the tastes of prompts, ``[n, d_z]``; ``None`` without tastes."""
     return None if drawn is None else torch.stack([drawn[number].z for number in prompts])

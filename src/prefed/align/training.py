@@ -1,4 +1,4 @@
-"""Stage ``train``: the policy learns the labels; the best of its checkpoints is kept."""
+"""Stage ``train``: train the policy on the labels, and select its best checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
 
 
 def best_epoch(history: list[dict[str, Any]]) -> int:
-    """The epoch with the highest agreement, the earliest of equals; without held-out pairs the last one.
+    """Return the first epoch with the highest agreement or, without held-out pairs, the last epoch.
 
     >>> best_epoch([{"epoch": k, "agreement": share} for k, share in ((1, 0.6), (2, 0.7), (3, 0.7))])
     2
@@ -42,12 +42,12 @@ def best_epoch(history: list[dict[str, Any]]) -> int:
 def label_trainer(
     alignment: Alignment, rows: Sequence[Mapping[str, Any]], name: str, tastes: torch.Tensor | None = None
 ) -> tuple[PairTrainer, npt.NDArray[np.int64]]:
-    """A trainer of the policy on labelled pairs, and the number of the prompt of each pair that it has.
+    """Make a trainer of the policy on labelled pairs; also return the prompt number of each of its pairs.
 
     Args:
-        rows: of files of labels.
-        name: of the folder of tokens in the cache.
-        tastes: ``[len(rows), d_z]`` the taste of each pair, for a policy that takes one.
+        rows: rows of ``labels.jsonl``.
+        name: name of the token folder in the cache.
+        tastes: ``[len(rows), d_z]``, the taste of each pair, for a policy that takes tastes.
     """
     backbone = alignment.policy
     records = [
@@ -70,25 +70,25 @@ def label_trainer(
 
 
 def check_rows(out: npt.NDArray[np.bool_], rows: Sequence[Any], path: Path) -> None:
-    """Refuse to train where all pairs are held out.
+    """Check that there are pairs to train on.
 
     Raises:
-        AlignError: none is left.
+        AlignError: all pairs are held out.
     """
     if out.all():
         raise AlignError(
-            f"{path}: of {len(rows):,} labelled pairs none is left to train on; give more prompts, or a "
-            "longer data.max_length"
+            f"{path}: none of {len(rows):,} labelled pairs can be used for training; use more prompts, or "
+            "raise data.max_length"
         )
 
 
 def agreement(
     config: AlignConfig, trainer: PairTrainer, tensors: Tensors, out: npt.NDArray[np.bool_]
 ) -> dict[str, Plain]:
-    """How the policy orders held-out pairs: as the selectors do, with which mean margin.
+    """Compute the agreement of the policy with the labels of held-out pairs, and its mean margin.
 
     Args:
-        out: which of the trainer's pairs are held out; without any the agreement is ``None``.
+        out: marks the held-out pairs of the trainer; without any, the agreement is ``None``.
     """
     if not out.any():
         return {"agreement": None}
@@ -122,7 +122,7 @@ def _work(alignment: Alignment) -> Figures:
         remedy="lower align.lr",
     )
     _, history = train_epochs(trainer, training, alignment.key.at("train"), alignment.callback, measure)
-    # The process that wrote a checkpoint may have stopped long ago.
+    # Earlier processes may have written some of the checkpoints.
     digests = {f"{CHECKPOINTS}/epoch-{epoch['epoch']}": epoch.pop("digest") for epoch in history}
     check_outputs(alignment.folder, STAGE, digests)
     best = best_epoch(history)
@@ -143,7 +143,7 @@ def _copy(checkpoint: Path, folder: Path) -> None:
 
 
 def settings(alignment: Alignment) -> dict[str, Any]:
-    """What decides the result of training."""
+    """Return the settings that the trained policy depends on."""
     config = alignment.config
     names = ("optimizer", "lr", "clip", "batch_size", "epochs", "held_out")
     return {

@@ -1,1 +1,1 @@
-"""Runs: built from an experiment, carried out, resumed, read again, evaluated again."""
+"""Start, resume, read, evaluate and export runs."""

@@ -1,4 +1,4 @@
-"""The alignment of a finished run: the server's own model, with prompts and the run's selectors alone."""
+"""Align a model with the selectors of a finished run and prompts of the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prefed.align.tastes import check_told
 from prefed.config import AlignConfig, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback, Callbacks, files
-from prefed.core.text import did_you_mean, pluralize
+from prefed.core.text import did_you_mean, listed, pluralize
 from prefed.data import DataConfig
 from prefed.engines import Job
 from prefed.models import ModelConfig
@@ -45,22 +45,22 @@ def align(
     stage: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Align a model with the selectors of the finished run in ``path``, or go on with an alignment there.
+    """Start or continue an alignment of the finished run in ``path``.
 
     Args:
-        config: the ``[align]`` table; left out: :func:`read_settings`.
-        stage: a stage to do again, with all stages after it.
-        callbacks: receive the events of the stages; so does ``run.log``.
+        config: the ``[align]`` table; defaults to :func:`read_settings`.
+        stage: a stage to run again, with all stages after it.
+        callbacks: receive the events of the stages, which are also logged in ``run.log``.
 
     Returns:
-        What ``align/summary.json`` holds; see :func:`prefed.align.align`.
+        The content of ``align/summary.json``; see :func:`prefed.align.align`.
 
     Raises:
-        RunError: there is no finished run, its method trains no selectors, or its server was told no such
+        RunError: there is no finished run, its method trains no selectors, or its server does not know the
             taste.
-        AlignError: a stage was done with other settings; or as :func:`prefed.align.align`.
+        AlignError: a stage was run with other settings; or as :func:`prefed.align.align`.
         ConfigError: there are no settings.
-        StoreError: another process works in the directory.
+        StoreError: another process uses the directory.
         DataError, ModelError, JudgeError: prompts, selectors, model or judge cannot be used.
     """
     record = read_run(path)
@@ -83,21 +83,17 @@ def align(
 
 
 def check_alignment(config: AlignConfig, data: DataConfig) -> None:
-    """Refuse an ``[align]`` table that cannot be carried out, before clients train.
+    """Check the files and the judge of an ``[align]`` table, before clients train.
 
     Raises:
-        AlignError: as :func:`prefed.align.check_inputs` and :func:`check_judge`.
+        AlignError: as :func:`prefed.align.check_inputs`, or there is no such judge.
     """
     check_inputs(config, data)
     check_judge(config)
 
 
 def check_judge(config: AlignConfig) -> None:
-    """Refuse labels by a judge that does not exist.
-
-    Raises:
-        AlignError: there is no judge of that name, or its argument is missing.
-    """
+    """Check that the judge in an ``[align]`` table exists; raises AlignError."""
     if config.judge is not None:
         try:
             split_name(config.judge)
@@ -106,11 +102,11 @@ def check_judge(config: AlignConfig) -> None:
 
 
 def check_named_tastes(experiment: Experiment, job: Job) -> None:
-    """Refuse tastes in ``[align]`` of which no server will be told, before clients train.
+    """Check that the server will know the tastes in ``[align]``, before clients train.
 
     Raises:
-        AlignError: no client of that name will tell its taste, or the method has no such prototype.
-        ValueError: see :func:`~prefed.runs.tastes.split_taste`.
+        AlignError: no client of that name will send its taste, or the method has no such prototype.
+        ValueError: as :func:`~prefed.runs.tastes.split_taste`.
     """
     config = experiment.align
     if config is None or (config.taste is None and config.tastes is None):
@@ -123,25 +119,26 @@ def check_named_tastes(experiment: Experiment, job: Job) -> None:
         return
     (kind, which), wrong = split_taste(config.taste), ""
     if kind == "client" and which not in job.trainers.clients:
-        some = f"; there are {', '.join(map(repr, job.members[:8]))}"
-        wrong = f"no client of the data{did_you_mean(which, job.members) or some}"
+        some = f"; the clients are {listed(job.members)}"
+        wrong = f"no such client in the data{did_you_mean(which, job.members) or some}"
     elif kind == "client" and which not in telling:
         wrong = (
-            "this client will tell nothing of its taste: it never trains, or has fewer pairs than [privacy] "
-            "minimum_pairs; name another one"
+            "this client will not send its taste: it never trains, or has fewer pairs than [privacy] "
+            "minimum_pairs; name another client"
         )
     elif kind == "prototype" and int(which) >= count:
         there = pluralize(count, "prototype", "prototypes")
-        wrong = f"{experiment.method.name} has {there} here, numbered from 0; name another taste"
+        wrong = f"{experiment.method.name} has {there}, numbered from 0; name another taste"
     if wrong:
         raise AlignError(f"[align] taste = {config.taste!r}: {wrong}")
 
 
 def read_settings(record: RunRecord, overrides: Sequence[str] = (), *, anew: bool = False) -> AlignConfig:
-    """What :func:`stored_settings` finds, with overrides laid over it.
+    """Return :func:`stored_settings` with overrides.
 
     Args:
-        overrides, anew: as :func:`~prefed.config.align.align_settings` and :func:`stored_settings` take them.
+        overrides: ``KEY=VALUE``, as for :func:`~prefed.config.align.align_settings`.
+        anew: as for :func:`stored_settings`.
 
     Raises:
         ConfigError: as :func:`~prefed.config.align.align_settings`.
@@ -152,10 +149,10 @@ def read_settings(record: RunRecord, overrides: Sequence[str] = (), *, anew: boo
 
 
 def stored_settings(record: RunRecord, *, anew: bool = False) -> dict[str, Any] | None:
-    """The settings of the run's last alignment, else its ``[align]`` table; ``None`` if it has neither.
+    """Return the settings of the run's last alignment, else its ``[align]`` table, else ``None``.
 
     Args:
-        anew: pass over the last alignment, which failed before it left anything.
+        anew: ignore the last alignment, which failed before it wrote anything.
     """
     path = _settings_file(record, anew)
     if path.name == SETTINGS:
@@ -175,9 +172,9 @@ def _warn_of_collapse(record: RunRecord, config: AlignConfig, callback: Callback
     if config.judge is not None or tastes is None or not tastes["collapsed"]:
         return
     callback.on_warning(
-        f"the clients' tastes have collapsed: accuracy {tastes['own']:.3f} with their own, "
-        f"{tastes['another']:.3f} with another's (tastes.json). So labels are nearly the same "
-        "whosever taste is taken, and a policy that takes tastes can learn no difference; what to try: "
+        f"the clients' tastes have collapsed: accuracy {tastes['own']:.3f} with their own taste, "
+        f"{tastes['another']:.3f} with that of another client (tastes.json). Labels hardly depend on the "
+        "taste, and a policy that takes tastes cannot learn differences; for remedies see: "
         f"prefed report {record.path}"
     )
 
@@ -188,7 +185,7 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
     if isinstance(config.labels, int) and config.labels >= count:
         raise AlignError(
             f"[align] labels = {config.labels}: the run has {pluralize(count, 'selector', 'selectors')}, "
-            "numbered from 0; take another: --set align.labels=majority, or a number"
+            "numbered from 0; choose another, or use --set align.labels=majority"
         )
     try:
         config.check_tastes(record.method, experiment.has_tastes)
@@ -198,13 +195,13 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
     judge = None if config.judge is None else source.judge(config.judge)
-    # What the labels depend on.
+
     origin = [commit.digests.server, commit.fingerprint["model"], asked] if judge is None else judge.identity
     return Alignment(
         folder=record.path / FOLDER,
         config=config,
         seed=experiment.seed,
-        model=policy_model(experiment, config),
+        model=_policy_model(experiment, config),
         data=experiment.data,
         max_tokens=experiment.engine.max_tokens,
         client_prompts=source.client_prompts,
@@ -219,8 +216,8 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
     )
 
 
-def policy_model(experiment: Experiment, config: AlignConfig) -> ModelConfig:
-    """The model that is aligned; one that takes a taste takes one of the selectors' width."""
+def _policy_model(experiment: Experiment, config: AlignConfig) -> ModelConfig:
+    """Return the model to align; one that takes tastes has the taste width of the selectors."""
     model = config.model or experiment.model
     if config.tastes is None:
         return model
@@ -229,7 +226,7 @@ def policy_model(experiment: Experiment, config: AlignConfig) -> ModelConfig:
 
 @dataclass
 class _Source:
-    """The run, loaded when a stage needs it."""
+    """Inputs of an alignment from a run, which is loaded on first use."""
 
     path: Path
     config: AlignConfig
@@ -237,7 +234,7 @@ class _Source:
 
     @cached_property
     def run(self) -> LoadedRun:
-        # The hub of a federation has none of the clients' prompts.
+        # The hub of a federation has no data of clients.
         run = load_run(self.path, data=not read_run(self.path).sites)
         labels = self.config.labels
         names = [] if self.config.judge is not None else list(untrained(run))
@@ -245,9 +242,8 @@ class _Source:
             names = [name for name in names if name == list(run.published_models)[labels]]
         if names:
             self.callback.on_warning(
-                f"never trained, yet labels completions: {', '.join(names)}; such labels are the "
-                "untouched model's. Take a trained selector alone (--set align.labels=NUMBER), or resume the "
-                "run with more rounds"
+                f"untrained selectors label completions: {', '.join(names)}; use only a trained selector "
+                "(--set align.labels=NUMBER), or resume the run with more rounds"
             )
         return run
 
@@ -257,19 +253,18 @@ class _Source:
 
     def selectors(self) -> Selectors:
         unnamed = self.config.taste is None and self.config.tastes is None
-        # Where tastes have collapsed, no other one is better than their mean.
+        # If tastes have collapsed, no other taste is better than their mean.
         collapsed = (self.run.record.tastes or {}).get("collapsed", False)
         if unnamed and not collapsed and (share := common_taste(self.run)) < OPPOSED:
             self.callback.on_warning(
-                "labels come from the taste of the population, which is nobody's: what the clients' tastes "
-                f"add up to is {share:.2f} of what it would be if they agreed. Label with one taste "
-                "(--set align.taste=CLIENT, or prototype:K), or align a policy that takes tastes (--set "
-                "align.tastes=posteriors)"
+                "labels use the taste of the population, but the clients' tastes oppose each other "
+                f"(agreement {share:.2f} of 1): label with one taste (--set align.taste=CLIENT, or "
+                "prototype:K), or align a policy that takes tastes (--set align.tastes=posteriors)"
             )
         return selectors_of(self.run, self.config.taste)
 
     def check_tastes(self) -> None:
-        """Refuse a taste that the server was not told."""
+        """Check that the server knows the tastes."""
         if self.config.taste is not None:
             told_taste(self.run, self.config.taste)
         if self.config.tastes is not None:
@@ -294,7 +289,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _threads(record: RunRecord) -> Iterator[None]:
-    """The run's number of threads: with another one, last digits change."""
+    """Use the number of threads of the run, since it can change the last digits of results."""
     before = torch.get_num_threads()
     engine: Mapping[str, Any] = record.config.get("engine", {})
     torch.set_num_threads(engine.get("threads") or before)

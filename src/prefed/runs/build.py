@@ -1,4 +1,4 @@
-"""Build a job from an experiment: its data, its model, its method; here or in another process."""
+"""Build the job of an experiment from its data, model and method, in this or another process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _log = logging.getLogger("prefed")
 
 
 def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
-    """Read and tokenise the experiment's data into ``folder``, or open what an earlier call wrote there.
+    """Read and tokenise the data of an experiment into ``folder``, or open the tokens there.
 
     Raises:
         DataError: the data cannot be used.
-        ModelError: no tokenizer has the model's name.
+        ModelError: the tokenizer of the model cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -53,15 +53,15 @@ def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
 
 
 def selector_settings(experiment: Experiment) -> SelectorConfig | None:
-    """How the method's selectors are asked; ``None`` where its models are policies."""
+    """Return the settings of the selectors; ``None`` if the method trains policies."""
     return experiment.selector if experiment.method.kind.reads == "choice" else None
 
 
 def build_job(experiment: Experiment, folder: Path) -> Job:
-    """Load the data and the model, and build the method on them.
+    """Load the data and the model, and build the method.
 
     Args:
-        folder: keeps the tokens, and the reference's log-probabilities unless runs share them.
+        folder: cache of tokens, and of reference log-probabilities unless runs share them.
 
     Raises:
         DataError, ModelError: the data or the model cannot be used.
@@ -78,10 +78,10 @@ def build_job(experiment: Experiment, folder: Path) -> Job:
 def build_trainers(
     experiment: Experiment, dataset: FederatedDataset, cache: Path | None
 ) -> PairTrainerFactory:
-    """Load the experiment's model, with the parts that its method needs, for the clients of a dataset.
+    """Load the model of an experiment, with the parts that its method needs.
 
     Args:
-        cache: folder that keeps the reference's log-probabilities; ``None`` keeps them in memory.
+        cache: folder for reference log-probabilities; ``None`` keeps them in memory.
 
     Raises:
         ModelError: the model cannot be used.
@@ -104,7 +104,7 @@ def build_trainers(
 
 
 def response_encoder(experiment: Experiment, backbone: Backbone) -> ResponseEncoder | None:
-    """How a selector with a latent taste reads responses; ``None`` where the model has no such taste."""
+    """Return the encoder of responses for a model with latent tastes; ``None`` for other models."""
     if "latent" not in backbone.needs:
         return None
     data, tokenizer = experiment.data, backbone.tokenizer
@@ -113,29 +113,30 @@ def response_encoder(experiment: Experiment, backbone: Backbone) -> ResponseEnco
 
 
 _KEYS = {
-    "method": ("[method]", "or take another method"),
-    "cohort": ("[cohort] size", "ask for fewer, or leave [cohort] out for all"),
-    "unseen": ("[evaluate] unseen", "name clients of the data"),
-    "split": ("[evaluate] split", "set data.{split}_fraction or data.{split}, or take another split"),
-    "privacy": ("[privacy]", "lower it, or set data.{split}_fraction or data.{split} for more such pairs"),
-    "stop": ("[stop]", "set data.validation_fraction or data.validation, or leave [stop] out"),
-    "graph": ("[graph]", "leave [cohort] and [fleet] out"),
+    "method": ("[method]", "or choose another method"),
+    "cohort": ("[cohort] size", "lower it, or leave out [cohort] to use all clients"),
+    "unseen": ("[evaluate] unseen", "name clients in the data"),
+    "split": ("[evaluate] split", "set data.{split}_fraction or data.{split}, or choose another split"),
+    "privacy": ("[privacy]", "lower it, or set data.{split}_fraction or data.{split} to get more pairs"),
+    "stop": ("[stop]", "set data.validation_fraction or data.validation, or leave out [stop]"),
+    "graph": ("[graph]", "leave out [cohort] and [fleet]"),
     "diagnostics": ("[evaluate] diagnose", "leave it out"),
-    "fleet": ("[fleet]", "leave server 'synchronous' and max_delay 0"),
+    "fleet": ("[fleet]", "use server = 'synchronous' and max_delay = 0"),
 }
-"""Field of a job → its key in an experiment file, and what to do if a job refuses it."""
+"""Field of a job → its key in an experiment file, and the remedy if its value is rejected."""
 
 
 def config_error(error: JobError) -> ConfigError:
-    """What a job refuses, in the keys of an experiment file."""
+    """Convert the error of a job to one that names the key in the experiment file."""
     key, remedy = _KEYS[error.field]
     return ConfigError(f"{key} {error.problem}; {remedy.format(split=error.split)}")
 
 
 def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
-    """Build the experiment's method, and the job that runs it with the trainers of :func:`build_trainers`.
+    """Build the method of an experiment, and its job with the trainers of :func:`build_trainers`.
 
-    It raises what :func:`build_job` does.
+    Raises:
+        ConfigError: as :func:`build_job`.
     """
     settings, evaluate, backbone = experiment.method.settings, experiment.evaluate, trainers.backbone
     aggregator = Aggregator(experiment.whole_merge, backbone.layout, backbone.scaling)
@@ -176,10 +177,10 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
 
 
 def _diagnostics(experiment: Experiment) -> Diagnostics | None:
-    """How ``[evaluate]`` has the rounds diagnosed.
+    """Return the diagnostics that ``[evaluate]`` asks for.
 
     Raises:
-        ConfigError: the method's objective has no gradient on given pairs.
+        ConfigError: the objective has no gradient on given pairs.
     """
     evaluate, settings = experiment.evaluate, experiment.method.settings
     if evaluate.diagnose is None:
@@ -192,7 +193,7 @@ def _diagnostics(experiment: Experiment) -> Diagnostics | None:
 
 
 def _stopping(experiment: Experiment) -> Stopping | None:
-    """How ``[stop]`` has the rounds judged; the loss is the one that an evaluation of the models reports."""
+    """Return the early stopping of ``[stop]``; its loss is the loss that an evaluation reports."""
     stop = experiment.stop
     if stop is None:
         return None
@@ -204,7 +205,7 @@ def _stopping(experiment: Experiment) -> Stopping | None:
 def _work(
     settings: TrainingSettings, trainers: PairTrainerFactory, unseen: Sequence[str]
 ) -> dict[str, float] | None:
-    """Client → the work of a visit, as a multiple of the mean: passes go over more or fewer pairs."""
+    """Return client → work of a visit relative to the mean; ``None`` if all visits have equal steps."""
     if settings.local_epochs is None:
         return None
     sizes = {c: size.train for c, size in trainers.clients.items() if size.train and c not in unseen}
@@ -213,7 +214,7 @@ def _work(
 
 
 def _check_cohort(experiment: Experiment, job: Job) -> None:
-    """Refuse a merge rule that needs more uploads than a cohort has clients."""
+    """Check that a cohort has enough clients for the merge rule."""
     merge, size = experiment.merge, job.cohort_size
     if not job.method.ownership.names(Owner.SHARED):
         return
@@ -221,21 +222,21 @@ def _check_cohort(experiment: Experiment, job: Job) -> None:
         check_upload_count(merge.rule, size, liars=merge.liars, trim=merge.trim)
     except TooFewUploads as error:
         raise ConfigError(
-            f"[merge] rule = {merge.rule!r} does not serve a cohort of {size} clients, of the "
-            f"{len(job.members)} that train ([cohort] size): {error}"
+            f"[merge] rule = {merge.rule!r} cannot merge a cohort of {size} clients ([cohort] size; "
+            f"{len(job.members)} clients train): {error}"
         ) from error
 
 
 def warn_of_like_selectors(experiment: Experiment, job: Job) -> None:
-    """Warn where all selectors of FedBiscuit learn from the same clients before these are grouped."""
+    """Warn if all selectors of FedBiscuit train on the same clients before the first clustering."""
     settings, clients = experiment.method.settings, len(job.members)
     if not isinstance(settings, ClusterSettings) or settings.selectors == 1 or job.cohort_size < clients:
         return
     if settings.selectors * settings.intervals(experiment.rounds)[0] < experiment.rounds:
         _log.warning(
-            "%s: all %d clients are in the cohort of each round, so after the warm-up the selectors differ "
-            "by the order of their batches only, and chance decides the first grouping: set [cohort] size "
-            "below %d (the paper: 5 of 53 clients, 10 of 200)",
+            "%s: all %d clients take part in each round, so after the warm-up the selectors differ only in "
+            "the order of their batches, and the first clusters are random: set [cohort] size below %d (the "
+            "paper: 5 of 53 clients, 10 of 200)",
             experiment.method.name,
             clients,
             clients,
@@ -243,12 +244,12 @@ def warn_of_like_selectors(experiment: Experiment, job: Job) -> None:
 
 
 def unseen_clients(experiment: Experiment, dataset: FederatedDataset) -> tuple[str, ...]:
-    """The clients that never train: the named ones, or as many as the setting says, drawn by the seed."""
+    """Return the clients that never train: those named in the settings, or a number drawn with the seed."""
     unseen, names = experiment.evaluate.unseen, sorted(dataset.clients)
     if not isinstance(unseen, int):
         return tuple(sorted(unseen))
     if unseen >= len(names):
-        raise ConfigError(f"[evaluate] unseen = {unseen}, but there are {len(names)} clients in all")
+        raise ConfigError(f"[evaluate] unseen = {unseen}, but there are only {len(names)} clients; lower it")
     draw = Key(experiment.seed).at("unseen").numpy().choice(len(names), unseen, replace=False)
     return tuple(names[index] for index in sorted(draw))
 
@@ -256,19 +257,19 @@ def unseen_clients(experiment: Experiment, dataset: FederatedDataset) -> tuple[s
 DATA, REFERENCE = "data", "reference"
 _MODELS = ("model.name", "method.reward_model")
 _FILES = ("fleet.trace", "graph.file")
-"""Settings whose values are folders or files that a job is built from."""
+"""Settings with paths of folders or files that a job is built from."""
 
 
 def job_factory(experiment: Experiment, cache: Path) -> JobFactory:
-    """How :func:`build_worker_job` is called for a run, and what another machine needs for that.
+    """Return a factory that calls :func:`build_worker_job`, with the files that another machine needs.
 
-    Another machine gets the tokens of all pairs, and the model's folder unless ``[engine.ray] ship_model``
-    says otherwise. It loads a model with a hub name from the hub.
+    Another machine gets the tokens of all pairs and, unless ``[engine.ray] ship_model`` is false, the folder
+    of the model. It loads a model with a hub name from the hub.
 
     Args:
-        cache: the folder in which :func:`~prefed.runs.build.build_job` has built the run's job.
+        cache: the folder in which :func:`build_job` has built the job.
     """
-    # A worker sees no device but its own.
+    # A worker sees only its own device.
     engine = experiment.engine.model_copy(update={"devices": None})
     text = to_toml(experiment.model_copy(update={"engine": engine}))
     order = {"experiment": text, "folder": str(cache.resolve())}
@@ -281,12 +282,12 @@ def job_factory(experiment: Experiment, cache: Path) -> JobFactory:
 
 
 def build_worker_job(arguments: str, folder: Path | None = None) -> Job:
-    """Build a run's job in another process.
+    """Build the job of a run in another process.
 
     Args:
         arguments: its experiment and folder as JSON.
-        folder: where this machine has copies of what :func:`job_factory` ships, and keeps the reference's
-            log-probabilities; ``None`` if it has the run's own files.
+        folder: copies of the files from :func:`job_factory`, and cache of reference log-probabilities;
+            ``None`` on the machine of the run.
     """
     from prefed.models.quiet_libraries import silence_transformers
 

@@ -1,4 +1,4 @@
-"""What a person should know of a run's data before it trains: what was left out, and clients to look at."""
+"""Notes and warnings on the data of a run: rows that are left out, unusual clients, unfit settings."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ LEFT_OUT: Mapping[str, tuple[str, str]] = {
     "ties": ("no preference", ""),
     "limited": ("over the limit", ""),
 }
-"""Why rows are left out, by the fields of :class:`~prefed.data.RowCounts`: in words, and what would help."""
+"""Field of :class:`~prefed.data.RowCounts` → why rows are left out, and the remedy."""
 CUT: Mapping[str, tuple[str, str]] = {
     "cut": ("prompt lost its beginning to fit", "prompts lost their beginning to fit"),
     "shortened": ("pair lost the end of a response to fit", "pairs lost the end of a response to fit"),
 }
-"""How pairs that are used were cut, in words for one and for several."""
+"""How pairs were cut, in the singular and the plural."""
 _NO_LOSS = ("ties", "limited")
-"""Rows that are left out as they should be."""
+"""Causes that are intended."""
 _MUCH = 0.1
-"""The share of rows left out, or of pairs cut, from which on a run warns."""
+"""Warn if a larger share of rows is left out, or of pairs is cut."""
 
 
 def left_out_table(counts: RowCounts) -> dict[str, Any]:
-    """Rows, those dropped by cause, and pairs that were cut, as ``summary.json`` has them."""
+    """Return the counts of used, left-out and cut rows, as in ``summary.json``."""
     cut = {name: getattr(counts, name) for name in CUT}
     return {"rows": counts.rows, "pairs": counts.kept, "dropped": counts.left_out, **cut}
 
 
 def left_out_text(table: Mapping[str, Any]) -> str:
-    """What :func:`left_out_table` says, in a sentence; empty where nothing was left out or cut.
+    """Format a :func:`left_out_table` as a sentence; empty if nothing was left out or cut.
 
     >>> left_out_text({"rows": 60, "pairs": 27, "dropped": {"too_long": 33}, "cut": 1, "shortened": 0})
     '27 of 60 rows are used; left out: 33 longer than max_length; 1 prompt lost its beginning to fit'
@@ -60,7 +60,7 @@ def left_out_text(table: Mapping[str, Any]) -> str:
 
 
 def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
-    """Notes on a dataset, and warnings. They name clients, and quote no pair."""
+    """Return notes on a dataset, and warnings. They name clients, but quote no pair."""
     counts, findings = dataset.row_counts, dataset.findings
     text = left_out_text(left_out_table(counts))
     lost = sum(count for name, count in counts.left_out.items() if name not in _NO_LOSS)
@@ -69,91 +69,91 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
     notes = [text] if text and not much else []
     warnings = [f"{text}{_worst(dataset)}{_remedies(counts)}"] if much else []
     if findings.ignored:
-        notes.append(f"not read, for their names say no known kind: {listed(findings.ignored, str)}")
+        notes.append(f"ignored files of unknown type: {listed(findings.ignored, str)}")
     if findings.gone:
         who = pluralize(len(findings.gone), "client has", "clients have")
-        warnings.append(f"{who} no pair left to train on and takes no part: {listed(findings.gone)}")
+        warnings.append(f"{who} no training pairs left and cannot take part: {listed(findings.gone)}")
     warnings += _names(findings)
     single = [name for name in dataset.clients if dataset.sizes[name].train == 1]
     if single:
         who = pluralize(len(single), "client has", "clients have")
-        warnings.append(f"{who} a single training pair: {listed(single)}")
+        warnings.append(f"{who} only one training pair: {listed(single)}")
     return notes, warnings
 
 
 def _worst(dataset: FederatedDataset, most: int = 3) -> str:
-    """The clients that lose the largest shares of their rows, of those that lose much."""
+    """List the clients that lose the largest shares of their rows."""
     shares = {}
     for name, lost in dataset.findings.lost.items():
         rows = lost + sum(dataset.sizes.get(name, ()))
         if lost > _MUCH * rows:
             shares[name] = (-lost / rows, name, f"{name!r} ({lost:,} of {rows:,})")
     worst = [text for *_, text in sorted(shares.values())]
-    return f"; clients that lose most: {listed(worst, str, most)}" if worst else ""
+    return f"; most affected clients: {listed(worst, str, most)}" if worst else ""
 
 
 def _remedies(counts: RowCounts) -> str:
-    whole = "; more keeps prompts whole" if counts.cut else ""
-    needed = f" ({counts.needed:,} keeps all pairs{whole})" if counts.needed else ""
+    whole = "; more for whole prompts" if counts.cut else ""
+    needed = f" ({counts.needed:,} is enough for all pairs{whole})" if counts.needed else ""
     texts = [
         LEFT_OUT[name][1] + (needed if name == "too_long" else "")
         for name in counts.left_out
         if LEFT_OUT[name][1]
     ]
     if (counts.cut or counts.shortened) and "too_long" not in counts.left_out:
-        texts.append("raise [data] max_length, so that nothing is cut")
+        texts.append("raise [data] max_length to avoid cuts")
     return f"; {'; '.join(texts)}" if texts else ""
 
 
 def _names(findings: Findings) -> list[str]:
-    """Warnings of names that may be meant as one, and of blanks around a name."""
+    """Warn of similar names that may mean one client, and of spaces around a name."""
     texts = [
-        f"{listed(group, _visible(group))} count as different clients: their names differ only in case, "
-        "blanks or the encoding of a letter. Write each in one way, or merge them as groups of the "
-        "partition's column"
+        f"{listed(group, _visible(group))} count as different clients, but their names differ only in case, "
+        "spaces or the encoding of a letter: use one spelling, or merge them with groups of the partition's "
+        "column"
         for group in findings.similar
         if len(group) > 1
     ]
     blank = [name for (name, *others) in findings.similar if not others]
-    return texts + ([f"blanks around a client's name are part of it: {listed(blank)}"] if blank else [])
+    return texts + ([f"names of clients with spaces around them: {listed(blank)}"] if blank else [])
 
 
 def _visible(names: Sequence[str]) -> Callable[[str], str]:
-    """How names are shown: letter by letter, where two of them would look the same."""
+    """Return how to print names: with escapes if two of them would look the same."""
     looks = {unicodedata.normalize("NFKC", name) for name in names}
     return repr if len(looks) == len(names) else ascii
 
 
 def settings_warnings(data: DataConfig, batch: int, window: int | None, sizes: Sequence[float]) -> list[str]:
-    """Warnings of settings that do not fit the clients or the model.
+    """Warn of settings that do not fit the clients or the model.
 
     Args:
-        batch: pairs that make an optimiser step.
-        window: tokens that the model can read; ``None`` where it has no limit.
-        sizes: of the clients that train.
+        batch: pairs per optimiser step.
+        window: context length of the model in tokens; ``None`` without a limit.
+        sizes: numbers of training pairs of the clients.
     """
     warnings = []
     default = DataConfig.model_fields["max_length"].default
     if window is not None and data.max_length > window and data.max_length != default:
         warnings.append(
-            f"[data] max_length = {data.max_length:,} is above the model's context of {window:,} tokens: set "
-            f"max_length = {window}, so that longer pairs are cut to what the model can read"
+            f"[data] max_length = {data.max_length:,} exceeds the model's context of {window:,} tokens: set "
+            f"max_length = {window} to have longer pairs cut to this length"
         )
     most = max(sizes, default=batch)
     if batch > most:
         warnings.append(
-            f"[method] batch_size: a step takes {batch:,} pairs, and no client has more than {most:,.0f}: "
-            "each step takes all pairs of its client"
+            f"[method] batch_size: a step takes {batch:,} pairs, but no client has more than {most:,.0f}: "
+            "each step uses all pairs of its client"
         )
     return warnings
 
 
 def notices(experiment: Experiment, job: Job) -> tuple[list[str], list[str]]:
-    """Notes and warnings of a run's data, and of its settings in view of them."""
+    """Return notes and warnings on the data and the settings of a run."""
     trainers = job.trainers
     assert isinstance(trainers, PairTrainerFactory)
     notes, warnings = data_notices(trainers.dataset)
-    # Of clients of other machines the sizes are not known here.
+    # The dataset has no clients of other machines.
     here = [size for client, size in job.weights.items() if client in trainers.dataset.clients]
     sizes = here or list(job.weights.values())
     batch = experiment.method.settings.step_pairs()
@@ -161,7 +161,7 @@ def notices(experiment: Experiment, job: Job) -> tuple[list[str], list[str]]:
 
 
 def announce(experiment: Experiment, job: Job, callback: Callback) -> None:
-    """Report what a person should know of a run's data to its callback."""
+    """Report the :func:`notices` of a run to its callback."""
     notes, warnings = notices(experiment, job)
     for note in notes:
         callback.on_note(note)

@@ -1,4 +1,4 @@
-"""What a run would take: its data and settings checked, and a client's work tried."""
+"""Dry runs: check data and settings, and estimate costs from the work of one client."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ from prefed.runs.summary import mean_models, trainable
 from prefed.train.pair_trainer import PairTrainerFactory
 
 STEPS = 3
-"""Steps of a phase that are timed."""
+"""Training steps to time per phase."""
 PAIRS = 16
-"""Pairs of an evaluation that are timed."""
+"""Pairs to time per evaluation."""
 
 Result = TypeVar("Result")
 
 
 @dataclass
 class Meter:
-    """The time of calls, each kind of which is really made only once.
+    """Times calls; a call of a known kind is not repeated.
 
     Attributes:
         spent: seconds that the calls took here.
-        whole: seconds that they would take in a run, as far as the timed ones tell.
-        steps: training steps that were timed.
-        pairs: evaluated pairs that were timed.
+        whole: seconds that they would take in a run, extrapolated.
+        steps: timed training steps.
+        pairs: timed evaluation pairs.
     """
 
     spent: float = 0.0
@@ -67,7 +67,11 @@ class Meter:
     _known: dict[Hashable, tuple[float, Any]] = field(default_factory=dict)
 
     def call(self, kind: Hashable, measure: Callable[[], tuple[float, Result]]) -> Result:
-        """The result of ``measure``, which tells a call's seconds in a run; of a known kind, the first."""
+        """Return the result of ``measure``, or the stored one of the same kind, and add its seconds.
+
+        Args:
+            measure: returns the seconds that the call takes in a run, and its result.
+        """
         if kind not in self._known:
             started = time.perf_counter()
             self._known[kind] = measure()
@@ -78,7 +82,7 @@ class Meter:
 
 
 def clocked(call: Callable[[], Result]) -> tuple[float, Result]:
-    """The seconds that a call takes, and its result."""
+    """Return the seconds that a call takes, and its result."""
     started = time.perf_counter()
     result = call()
     return time.perf_counter() - started, result
@@ -101,11 +105,11 @@ class _TrialTrainer:
             return clocked(lambda: self._trainer.train(tensors, replace(phase, steps=steps, epochs=None)))
 
         def measure() -> tuple[float, PhaseResult]:
-            take(few)  # what is computed once for each pair is computed here
+            take(few)  # not timed: fills the caches of each pair
             one, _ = take(1)
             seconds, result = take(few)
             self._meter.steps += few
-            # What a phase does but once, such as a rollout of PPO, is in both.
+            # Work done once per phase, such as a rollout of PPO, is in both and cancels.
             step = max(0.0, seconds - one) / max(1, few - 1)
             return seconds + (wanted - few) * step, result
 
@@ -133,7 +137,7 @@ class _TrialTrainer:
         )
 
     def _again(self, kind: Hashable, call: Callable[[], Result]) -> Result:
-        """The second call of two: what is computed once for each pair is in the first."""
+        """Time the second of two calls; the first fills the caches of each pair."""
 
         def measure() -> tuple[float, Result]:
             call()
@@ -143,7 +147,7 @@ class _TrialTrainer:
 
 
 class _TrialTrainers:
-    """The trainers of a job, whose clients take a few steps and score a few pairs."""
+    """Trainers whose clients take a few steps and score a few pairs."""
 
     def __init__(self, trainers: PairTrainerFactory, meter: Meter) -> None:
         self._trainers, self._meter = trainers, meter
@@ -161,7 +165,7 @@ class _TrialTrainers:
 
         def measure() -> tuple[float, Any]:
             score = self._trainers.pair_trainer.score
-            score(tensors, few)  # the untouched model's numbers are computed here
+            score(tensors, few)  # not timed: computes the reference log-probabilities
             seconds, scores = clocked(lambda: score(tensors, few))
             self._meter.pairs += len(few)
             return seconds * len(rows) / len(few), scores
@@ -170,8 +174,6 @@ class _TrialTrainers:
 
 
 class _StatesInMemory:
-    """Private states of the clients that were tried, in memory."""
-
     def __init__(self) -> None:
         self.states: dict[str, bytes] = {}
 
@@ -186,11 +188,7 @@ class _StatesInMemory:
 
 
 class Trial:
-    """A job that is tried.
-
-    Attributes:
-        meter: over all tasks.
-    """
+    """Runs single tasks of a job on a few steps and pairs, to time them."""
 
     def __init__(self, job: Job, threads: int) -> None:
         self.meter, self._threads = Meter(), threads
@@ -200,11 +198,11 @@ class Trial:
 
     @property
     def private_bytes(self) -> int:
-        """The size of the largest private state."""
+        """Size of the largest private state."""
         return max(map(len, self._stored.states.values()), default=0)
 
     def task(self, task: Task) -> tuple[float, TaskResult]:
-        """The seconds that a task would take, and its result."""
+        """Return the seconds that a task takes in a run (extrapolated), and its result."""
         spent, whole = self.meter.spent, self.meter.whole
         with InProcess(self._job, self._stored, self._threads) as backend:
             seconds, (result,) = clocked(lambda: list(backend.run([task])))
@@ -212,8 +210,7 @@ class Trial:
 
 
 def steps_of(phase: Phase, pairs: int) -> int:
-    """How many steps a phase takes on a client with so many pairs; see
-    :func:`prefed.train.optimizer_steps.batches`.
+    """Return the number of optimiser steps in a phase for a client with ``pairs`` training pairs.
 
     >>> from prefed.core import Optimizer
     >>> phase = Phase("train", ("a",), Objective("dpo"), Optimizer(), batch_size=4, epochs=2)
@@ -226,30 +223,25 @@ def steps_of(phase: Phase, pairs: int) -> int:
     return (phase.epochs or 0) * -(-pairs // size)
 
 
-def first_state(job: Job) -> State:
-    """The server's first state; among neighbours, that of each client."""
-    return job.method.init_server(job.trainers.initial)
-
-
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would be. Bytes and seconds are estimates, counts are what a run has.
+    """The estimated costs of a run. Bytes and seconds are estimates, counts are exact.
 
     Attributes:
-        clients: ``train``, ``cohort``, ``evaluated`` and ``unseen``: how many of each.
-        pairs: ``train``, ``validation``, ``test``: of all clients.
-        parameters: ``trainable``, ``communicated``: numbers that train, and numbers in the largest upload.
-        bytes_per_round: ``up``, ``down``: the mean over the rounds.
-        bytes: ``up``, ``down``: of the whole run.
-        disk: bytes of ``cache``, ``checkpoint`` and ``adapters``, and how many are ``free``.
-        seconds_per_round: of ``training`` and ``evaluation``, the mean over the rounds.
+        clients: number of clients: ``train``, ``cohort``, ``evaluated`` and ``unseen``.
+        pairs: pairs of all clients: ``train``, ``validation`` and ``test``.
+        parameters: ``trainable`` parameters, and ``communicated`` numbers in the largest upload.
+        bytes_per_round: ``up`` and ``down``, mean over the rounds.
+        bytes: ``up`` and ``down`` of the whole run.
+        disk: bytes of ``cache``, ``checkpoint`` and ``adapters``, and the ``free`` bytes on the disk.
+        seconds_per_round: of ``training`` and ``evaluation``, mean over the rounds.
         seconds: of all rounds.
-        timed: what the seconds are estimated from: ``client``, whose visit was tried, and how many
-            ``steps`` and evaluated ``pairs`` were timed.
+        timed: basis of the estimated seconds: the ``client`` that was tried, and the number of timed training
+            ``steps`` and evaluation ``pairs``.
         peak_memory_mb: resident memory of this process so far, in MiB.
-        data: what became of the rows, as ``summary.json`` has it.
-        warnings: of the data, and of settings that do not fit them.
-        notes: what else a person should know of the data.
+        data: used and left-out rows, as in ``summary.json``.
+        warnings: about the data, and about settings that do not fit them.
+        notes: further notes on the data.
     """
 
     method: str
@@ -270,16 +262,16 @@ class DryRun:
 
 
 def dry_run(experiment: Experiment, out: Path) -> DryRun:
-    """Read and partition the data, open the model, check the settings on them, and try a client's work.
+    """Read the data, load the model, check the settings, and estimate costs from the work of one client.
 
-    What a run keeps in its directory is written into a temporary folder, which is removed.
+    Files are written to a temporary folder and removed.
 
     Args:
-        out: where the run directory would be. Nothing is written there.
+        out: the planned run directory. Nothing is written there.
 
     Raises:
-        WriteError: the run directory cannot be written, or its disk has no room for it.
-        RoundError: an upload of the client that was tried would not be merged, e.g. since it is not finite.
+        WriteError: the run directory cannot be written, or the disk is too full.
+        RoundError: the upload of the tried client cannot be merged, e.g. because it is not finite.
         DataError, ModelError, ConfigError, AlignError, TrackerError, WorkerError, ValueError: as
             :func:`prefed.run`.
     """
@@ -305,23 +297,23 @@ def dry_run(experiment: Experiment, out: Path) -> DryRun:
 
 
 def _place(out: Path) -> Path:
-    """The folder that is there already, in which a run directory would be made."""
+    """Return the nearest existing folder in which the run directory would be created."""
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        why = "no folder" if not place.is_dir() else "not yours to write to"
-        raise files.WriteError(f"cannot write into {out}: {place} is {why}; choose another --out")
+        why = "not a folder" if not place.is_dir() else "not writable"
+        raise files.WriteError(f"cannot write to {out}: {place} is {why}; choose another --out")
     return place
 
 
 @dataclass
 class _Exchanged:
-    """What an exchange takes.
+    """The costs of an exchange.
 
     Attributes:
-        visits: how many there are in all rounds.
-        seconds: of a visit.
-        up, down: bytes of all its messages.
-        communicated: numbers in the tensors of an upload.
+        visits: in all rounds.
+        seconds: of one visit.
+        up, down: bytes of all messages.
+        communicated: numbers in the tensors of one upload.
     """
 
     visits: int
@@ -332,7 +324,7 @@ class _Exchanged:
 
 
 def _tried(experiment: Experiment, job: Job, cache: Path, place: Path) -> DryRun:
-    server = first_state(job)
+    server = job.method.init_server(job.trainers.initial)
     trial = Trial(job, experiment.engine.threads or 1)
     client = _typical(job)
     plans = list(job.schedule(0))
@@ -343,7 +335,7 @@ def _tried(experiment: Experiment, job: Job, cache: Path, place: Path) -> DryRun
         seconds = _visit(job, trial, job.exchange(DIAGNOSE), client, server, job.diagnostics.every)[0]
         exchanged.append(_Exchanged(count * len(job.members), seconds))
     evaluations = sum(map(job.evaluates, range(1, job.rounds + 1)))
-    # Workers share the clients' work as far as there are clients.
+    # No more workers are busy than clients take part.
     parallel = max(1, min(experiment.engine.workers, job.cohort_size))
     training = sum(each.visits * each.seconds for each in exchanged) / parallel
     evaluation = evaluations * _evaluation(job, trial, server) / parallel
@@ -351,8 +343,8 @@ def _tried(experiment: Experiment, job: Job, cache: Path, place: Path) -> DryRun
     disk = _disk(job, trial, server, cache, max(plan.number - plan.keep for plan in plans))
     if (needed := sum(disk.values())) > (free := shutil.disk_usage(place).free):
         raise files.WriteError(
-            f"the run needs {size(needed)}, and the disk of {place} has {size(free)} free: make room, or "
-            "choose another --out"
+            f"not enough disk space in {place}: the run needs {size(needed)}, and {size(free)} is free; free "
+            "some space, or choose another --out"
         )
     sizes = job.trainers.clients.values()
     notes, warnings = notices(experiment, job)
@@ -386,7 +378,7 @@ def _tried(experiment: Experiment, job: Job, cache: Path, place: Path) -> DryRun
 
 
 def _typical(job: Job) -> str:
-    """The member whose number of training pairs is nearest to the mean; of several, the first by name."""
+    """Return the client whose number of training pairs is nearest to the mean."""
     mean = sum(job.weights.values()) / len(job.weights)
     return min(job.members, key=lambda client: abs(job.weights[client] - mean))
 
@@ -394,10 +386,10 @@ def _typical(job: Job) -> str:
 def _exchange(
     job: Job, trial: Trial, exchange: Exchange, client: str, server: State, visits: Sequence[int]
 ) -> _Exchanged:
-    """What an exchange takes in all rounds, if each client's visit is as that of ``client``.
+    """Estimate the costs of an exchange in all rounds from one visit of ``client``.
 
     Args:
-        visits: how many clients of the cohort each round has.
+        visits: number of cohort visits in each round.
     """
     due = [number for number in range(1, job.rounds + 1) if exchange.due(number)]
     if not due:
@@ -407,7 +399,7 @@ def _exchange(
         count = sum(visits[number - 1] for number in due)
     seconds, down, up, communicated = _visit(job, trial, exchange, client, server, due[0])
     if exchange.to == "neighbours":
-        # A message goes to each neighbour in a copy of its own; a client's own model is no message.
+        # Each neighbour receives a copy; a client's model is not sent to itself.
         copies = int(matrix_graph(job.topology.matrix(due[0])).degrees.sum())
         return _Exchanged(count, seconds, up * copies * len(due), 0, communicated)
     return _Exchanged(count, seconds, up * count, down * count, communicated)
@@ -416,7 +408,7 @@ def _exchange(
 def _visit(
     job: Job, trial: Trial, exchange: Exchange, client: str, server: State, number: int
 ) -> tuple[float, int, int, int]:
-    """Seconds of a visit, bytes of its download and of its upload, and numbers in the upload's tensors."""
+    """Return the seconds of a visit, the bytes of its download and upload, and the numbers in the upload."""
     now = job.round(number)
     message = encode(exchange.send(server, client, now))
     seconds, result = trial.task(Task("visit", client, number, exchange.name, message))
@@ -424,13 +416,13 @@ def _visit(
     if not reason:
         upload, reason = read_upload(job, result.message, client, exchange, now)
     if upload is None:
-        raise RoundError(f"an upload of {client!r} in {exchange.name!r} would not be merged: {reason}")
+        raise RoundError(f"the upload of client {client!r} in {exchange.name!r} cannot be merged: {reason}")
     numbers = sum(group.layout.size for group in upload.tensors.values())
     return seconds, len(message), len(result.message), numbers
 
 
 def _evaluation(job: Job, trial: Trial, server: State) -> float:
-    """Seconds of one evaluation of all clients, from that of one of them and of one newcomer."""
+    """Estimate the seconds of one evaluation of all clients from one client and one newcomer."""
     seconds = 0.0
     for clients in (job.evaluation_clients, job.newcomers):
         if not clients:
@@ -445,17 +437,17 @@ def _evaluation(job: Job, trial: Trial, server: State) -> float:
 
 
 def _disk(job: Job, trial: Trial, server: State, cache: Path, oldest: int) -> dict[str, int]:
-    """Bytes of what a run directory holds at the most.
+    """Return the maximal sizes in bytes of the parts of a run directory.
 
     Args:
-        oldest: how many rounds back the oldest state lies that an upload of the fleet starts from.
+        oldest: age in rounds of the oldest server state that an upload of the fleet starts from.
     """
     state, first = len(encode(server)), job.trainers.initial
     private = trial.private_bytes
-    # While a round is committed there are two versions of the server's state, and of the cohort's own.
+    # A commit briefly keeps two versions of the server state and of the cohort's private states.
     checkpoint = state * (oldest + 2) + private * (len(job.members) + job.cohort_size)
     if job.graph is not None:
-        # The clients' models before a round, as they are sent, and after it.
+        # The models of the clients before a round, as sent, and after it.
         checkpoint += 3 * len(job.members) * sum(g.flat.nbytes for g in server.tensors.values())
     shared = sum(first.layout[name].size for name in job.method.ownership.names(Owner.SHARED))
     adapters = len(mean_models(job, server)) * shared * first.flat.element_size()

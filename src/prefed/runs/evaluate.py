@@ -1,4 +1,4 @@
-"""The models of a finished run, evaluated on pairs: the clients' own, or those of another file."""
+"""Evaluate the models of a finished run on the clients' own pairs, or on those of another file."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from prefed.train.metrics import (
 from prefed.train.pair_model import check_lengths
 
 Progress = Callable[[int, int], None]
-"""Is called with the number of clients that are done, and that of all."""
+"""Called with the number of evaluated clients, and of all clients."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation gives.
+    """The result of an evaluation.
 
     Attributes:
-        what: the pairs, e.g. ``"test pairs"``.
-        pairs: client → pairs it was evaluated on.
-        figures: as :func:`prefed.engines.evaluation.evaluate_client` names them, over clients.
-        unseen: number of local steps → preference accuracy of the clients that never took part; ``pairs/K``
-            where their tastes were inferred from K pairs. Where ``taste`` is named it is the one key.
-        unseen_selectors: accuracy of each selector and of their vote on the pairs of those clients.
-        notes: what a reader should know, a sentence each.
-        taste: by whose taste clients judge, where :func:`prefed.runs.tastes.at_taste` named one.
+        what: the evaluated pairs, e.g. ``"test pairs"``.
+        pairs: client → number of evaluated pairs.
+        figures: name of a metric, as in :func:`prefed.engines.evaluation.evaluate_client`, → values over
+            clients.
+        unseen: number of local steps → preference accuracy of the clients that never took part; the key is
+            ``pairs/K`` if their tastes were inferred from K pairs, and ``taste`` if that is set.
+        unseen_selectors: accuracy of each selector and of their majority on the pairs of these clients.
+        notes: for the reader, one sentence each.
+        taste: the taste that was set with :func:`prefed.runs.tastes.at_taste`.
     """
 
     what: str
@@ -53,7 +54,7 @@ class Evaluation:
     taste: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it; accuracies have the shape they have in ``summary.json``."""
+        """Convert to JSON values; accuracies have the same shape as in ``summary.json``."""
         return {
             "pairs": self.what,
             **({} if self.taste is None else {"taste": self.taste}),
@@ -71,24 +72,24 @@ def evaluate(
     clients: Sequence[str] | None = None,
     progress: Progress = lambda done, of: None,
 ) -> Evaluation:
-    """Evaluate every client's model on its own pairs.
+    """Evaluate the model of every client on its own pairs.
 
-    On the split and the clients of the run's own evaluations it gives what ``summary.json`` has.
+    For the split and the clients that the run evaluated, the results equal those in ``summary.json``.
 
     Args:
         run: loaded with its data.
-        clients: only these; left out: all.
+        clients: defaults to all.
 
     Raises:
         RunError: there is no such client.
-        ValueError: none of the clients has a pair in the split, or as many as ``[privacy] minimum_pairs``.
+        ValueError: no client has enough pairs in the split (at least 1, and ``[privacy] minimum_pairs``).
     """
     job = replace(run.job, split=cast(Any, split), evaluation_cohort=None)
     names = [run.check(client) for client in clients] if clients else list(run.clients)
     with_pairs = {*job.evaluation_clients, *job.newcomers}
     evaluated = [client for client in names if client in with_pairs]
     if not evaluated:
-        raise ValueError(f"{run.record.path}: {', '.join(names)} has no pair in the {split} split")
+        raise ValueError(f"{run.record.path}: no pairs of {', '.join(names)} in the {split} split")
     figures: dict[str, dict[str, float]] = {}
     unseen: dict[str, dict[str, float]] = {}
     last = run.reader.commit.round
@@ -105,11 +106,13 @@ def evaluate(
         progress(done, len(evaluated))
     notes = _too_few_pairs(run, evaluated)
     if split == "train" and _told_by(run, evaluated):
-        told = "training pairs of these clients told the taste that judges them"
-        notes.append(f"{told}: the figures are not of new pairs")
+        notes.append(
+            "the taste was inferred from training pairs of these clients: the metrics do not measure "
+            "generalisation"
+        )
     if len(evaluated) < len(names):
-        one, several = "client has no pair in its", "clients have no pair in their"
-        notes.append(f"{pluralize(len(names) - len(evaluated), one, several)} {split} split")
+        skipped = pluralize(len(names) - len(evaluated), "client has", "clients have")
+        notes.append(f"{skipped} no pairs in the {split} split")
     pairs = {client: getattr(run.trainers.clients[client], split) for client in evaluated}
     return _over_clients(run, f"{split} pairs", pairs, figures, unseen, notes)
 
@@ -122,27 +125,27 @@ def evaluate_file(
     everyone: bool = False,
     progress: Progress = lambda done, of: None,
 ) -> Evaluation:
-    """Evaluate the run's models on the pairs of another file, read by the run's ``[data]`` settings.
+    """Evaluate the models of a run on the pairs of another file, read with the run's ``[data]`` settings.
 
-    Where the run's clients come from a column, each client is evaluated on its own rows. Otherwise, or with
-    ``everyone``, each is evaluated on all rows. Where all clients have one model, also as all judge by one
-    taste, it is evaluated once, under the name ``"everybody"``.
+    If clients come from a column or from files, each client is evaluated on its own rows. Otherwise, or with
+    ``everyone``, each is evaluated on all rows. If all clients have the same model and the same taste, it is
+    evaluated once, under the name ``"everybody"``.
 
     Args:
         file: a file, a folder of files or a hub name.
-        clients: only these; left out: all.
-        everyone: all rows for each client, whatever their column says.
+        clients: defaults to all.
+        everyone: evaluate each client on all rows.
 
     Raises:
         RunError: there is no such client.
-        DataError: the file cannot be used, or no row of it belongs to a client of the run.
-        ValueError: no client is evaluated on as many pairs as ``[privacy] minimum_pairs``.
-        ModelError: a pair is longer than the model's context.
+        DataError: the file cannot be used, or no row belongs to a client of the run.
+        ValueError: no client is evaluated on at least ``[privacy] minimum_pairs`` pairs.
+        ModelError: a pair exceeds the context of the model.
     """
     names = [run.check(client) for client in clients] if clients else None
     with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as folder:
         new = read_pairs(run, file, Path(folder), everyone=everyone)
-        # Beside its taste no client has anything of its own.
+        # In a method with tastes, only the taste is personal.
         one_taste = is_one_taste(run.taste)
         personal = run.method.personal and not one_taste
         if personal and run.record.sites:
@@ -155,7 +158,7 @@ def evaluate_file(
         elif names:
             rows = {client: rows[client] for client in names if client in rows}
         if not rows:
-            raise ValueError(f"{file}: none of its rows belongs to {', '.join(names or ())}")
+            raise ValueError(f"{file}: no row belongs to {', '.join(names or ())}")
         check_lengths(run.backbone, new.tokens)
         pair_trainer = PairTrainer(
             run.backbone,
@@ -171,7 +174,7 @@ def evaluate_file(
                 figures[client] = pair_figures(run.job, score(run.published_model))
             else:
                 name = run.clients[0] if common else client
-                # A site keeps its clients' private states, and to judge by one taste needs none.
+                # Sites store the private states of their clients; a common taste needs none.
                 first = one_taste and run.record.sites
                 private = run.first_state(name) if first else run.private_state(name)
                 published, last = run.published(name), run.reader.commit.round
@@ -183,21 +186,17 @@ def evaluate_file(
 
 
 def _check_here(run: LoadedRun) -> None:
-    """Refuse to judge by models of a federation's clients, whose sites keep what they need.
-
-    Raises:
-        RunError: the message says how the shared model can be judged.
-    """
+    """Check that personal models can be assembled here, and not only at the sites of a federation."""
     try:
         run.check_whole(run.clients[0])
     except RunError as error:
         if run.method.infer is not None:
-            raise RunError(f"{error}; here --taste population, or a client's id, judges") from error
+            raise RunError(f"{error}; or use --taste population or --taste CLIENT here") from error
         raise
 
 
 def _too_few_pairs(run: LoadedRun, judged: Sequence[str]) -> list[str]:
-    """A note if clients have fewer training pairs than are to tell the taste by which ``judged`` judge."""
+    """Return a note if clients have fewer training pairs than their taste should be inferred from."""
     if run.taste is None:
         return []
     kind, which = (OWN, "") if run.taste == OWN else split_taste(run.taste)
@@ -209,12 +208,12 @@ def _too_few_pairs(run: LoadedRun, judged: Sequence[str]) -> list[str]:
         return []
     first, asked_for = min(few), pluralize(asked, "pair", "pairs")
     more = f", and {pluralize(len(few) - 1, 'more has', 'more have')} too few" if len(few) > 1 else ""
-    none = "; of a client without any it is the population's taste" if 0 in few.values() else ""
-    return [f"taste {run.taste}: {asked_for} asked, client {first!r} has {few[first]:,}{more}{none}"]
+    none = "; a client without pairs has the taste of the population" if 0 in few.values() else ""
+    return [f"taste {run.taste}: {asked_for} requested, client {first!r} has {few[first]:,}{more}{none}"]
 
 
 def _told_by(run: LoadedRun, judged: Sequence[str]) -> bool:
-    """Whether a taste by which ``judged`` judge comes from training pairs of one of them."""
+    """Whether a taste used for ``judged`` was inferred from training pairs of one of them."""
     if run.method.infer is None:
         return False
     members = not set(judged) <= set(run.job.unseen)
@@ -234,7 +233,7 @@ def _over_clients(
     unseen: Mapping[str, Mapping[str, float]],
     notes: Sequence[str],
 ) -> Evaluation:
-    """Figures over clients, and notes on pairs that diverged and on the clients that they do not list."""
+    """Aggregate metrics over clients, and add notes on divergence and on clients that are not listed."""
     privacy, broken = run.experiment.privacy, not_finite_counts(figures)
     diverged = [divergence_warning(broken, pairs)] if broken else []
     seen, newcomers = (federated_metrics(table, pairs, privacy) for table in (figures, unseen))

@@ -1,4 +1,4 @@
-"""What leaves a finished run: its models as folders, and a repository on the Hugging Face hub."""
+"""Export models of a finished run to folders, and publish them on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from prefed.runs.loaded_run import load_run
 from prefed.runs.tastes import needs_pairs
 
 IN_ADAPTER = frozenset({"lora", "personal_lora", "gate", "residual"})
-"""Parts of a model that an adapter folder can hold; a residual is refused unless it is zero."""
+"""Parts of a model that an adapter folder can contain; a residual must be zero."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """Which model of a run a folder holds, and as what.
+    """An exported model of a run.
 
     Attributes:
-        client: whose own model it is; ``None`` for one that is nobody's own.
-        selector: the selector's name; ``None`` for another model.
-        aligned: whether it is the model that the server aligned.
-        taste: the taste that this one has been given; ``None`` where it takes none.
-        merged: whether it is a whole model.
-        more: parts that are in no adapter; a folder with such is not loaded by PEFT.
+        client: the owner of a personal model, else ``None``.
+        selector: the name of a selector, else ``None``.
+        aligned: whether the server has aligned it.
+        taste: the fixed taste of an aligned model, else ``None``.
+        merged: whether it is a full model, not an adapter.
+        more: parts besides the adapter; with any, PEFT cannot load the folder.
         model: the base model.
     """
 
@@ -45,18 +45,18 @@ class Export:
     model: ModelConfig
 
     def heading(self, folder: Path) -> str:
-        """What the folder holds, in a line for the terminal."""
+        """Describe the folder in one line for the terminal."""
         if self.merged:
             return f"model: {folder}"
         held = self.more if "weights" in self.more else ("adapter", *self.more)
         return f"model: {folder} ({', '.join(held)})" if self.more else f"adapter: {folder}"
 
     def code(self, folder: str, base: str | None = None, *, hub: bool = False) -> list[str]:
-        """Lines of Python that load it.
+        """Return Python code that loads the model, as lines.
 
         Args:
-            folder: where it is, a path or with ``hub`` a name there.
-            base: the base model's name; left out: that of the run.
+            folder: a path, or with ``hub`` the name of a repository.
+            base: the name of the base model; defaults to that of the run.
         """
         if self.merged:
             return [
@@ -92,19 +92,20 @@ def write_model(
     merge: bool = False,
     best: bool = False,
 ) -> Export:
-    """Write the model that all clients share, or the one that is asked for, into ``folder``.
+    """Write the shared model of a run, or the selected one, into ``folder``.
 
     Args:
-        client: whose own model; with ``taste`` whose aligned one.
-        selector: one of several selectors, by its number.
-        taste: the aligned model that takes a taste, at this one.
-        aligned: the aligned model; one that takes a taste at that of ``client``, or of the population.
-        merge: a whole model, not an adapter.
-        best: after the best round by validation pairs, and not after the last.
+        client: the personal model of this client; with ``taste`` or ``aligned``, the client whose taste is
+            used.
+        selector: the selector with this number.
+        taste: the aligned model, with this taste.
+        aligned: the aligned model; if it takes a taste, with that of ``client`` or of the population.
+        merge: write a full model, not an adapter.
+        best: after the best round on validation pairs, instead of the last.
 
     Raises:
-        RunError: there is no finished run, or no such client, selector, single model or aligned one.
-        ModelError: the folder's format has no place for the model.
+        RunError: there is no finished run, or it has no such client, selector or model.
+        ModelError: the format of the folder does not support the model.
     """
     silence_transformers()
     loaded_run = load_run(run, data=needs_pairs(taste), best=best)
@@ -129,7 +130,7 @@ def write_model(
             tensors = loaded_run.model(client)
         else:
             tensors = loaded_run.published_model if name is None else loaded_run.selector(name)
-        # In the model that all share, personal parts are untouched and change nothing.
+        # In the shared model, personal parts have their initial values, which have no effect.
         names = loaded_run.method.ownership.names(Owner.SHARED) if client is None else None
         more = write_tensors(backbone, tensors, folder, merge=merge, names=names)
     return Export(client, name, aligned or taste is not None, taste, merge, more, backbone.config)
@@ -143,17 +144,16 @@ def write_tensors(
     merge: bool = False,
     names: Iterable[str] | None = None,
 ) -> tuple[str, ...]:
-    """Write ``tensors`` (full layout) as an adapter, as a client's folder where no adapter holds them, or
-    merged.
+    """Write ``tensors`` (full layout) as an adapter, as a client folder if there are other parts, or merged.
 
     Args:
-        names: the tensors that count; left out: all.
+        names: the tensors that matter; defaults to all.
 
     Returns:
-        The parts of them that are in no adapter.
+        The parts besides the adapter.
 
     Raises:
-        ModelError: the folder's format has no place for the model.
+        ModelError: the format of the folder does not support the model.
     """
     counted = tensors.layout.names if names is None else names
     parts = {tensors.layout[name].part for name in counted}
@@ -167,31 +167,31 @@ PLACES = {
     ABOUT: ("model", "name"),
     "config.json": ("_name_or_path",),
 }
-"""File of an export → the key in it that names the base model."""
+"""File of an export → path of the key for the base model's name."""
 
 
 class HubError(ValueError):
-    """The hub did not take a model. The message says what was published, and what to do."""
+    """A model could not be published on the hub. The message says what was published."""
 
 
 def check_target(repo: str) -> None:
-    """See that a repository's name can be one, and that there is a token; nothing is sent.
+    """Check the name of a repository, and that there is a token. Sends nothing.
 
     Raises:
-        HubError: the name cannot be one, or there is no token.
+        HubError: the name is invalid, or there is no token.
     """
     from huggingface_hub import get_token
 
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo, re.ASCII):
         raise HubError(
-            f"{repo!r} is no repository's name: write it as OWNER/NAME, of letters, digits, -, _ and ."
+            f"{repo!r} is not a valid repository name: use OWNER/NAME with letters, digits, '-', '_' and '.'"
         )
     if get_token() is None:
-        raise HubError("there is no token for the hub: `hf auth login`, or put one into HF_TOKEN")
+        raise HubError("no token for the hub: run `hf auth login`, or set HF_TOKEN")
 
 
 def name_base(folder: Path, base: str) -> None:
-    """Write ``base`` as the base model's name into an exported folder, in the place of a path."""
+    """Replace the name of the base model in an exported folder, which may be a local path."""
     for name, keys in PLACES.items():
         path = folder / name
         if not path.exists():
@@ -206,17 +206,17 @@ def name_base(folder: Path, base: str) -> None:
 
 
 def publish(folder: Path, repo: str, *, public: bool = False, update: bool = False) -> str:
-    """Commit an exported folder to a repository of the hub.
+    """Commit an exported folder to a repository on the hub.
 
     Args:
-        repo: ``OWNER/NAME``. It is made, private unless ``public``.
-        update: the repository is there already, and an earlier export in it is replaced.
+        repo: ``OWNER/NAME``. It is created, private unless ``public``.
+        update: the repository exists; replace an earlier export in it.
 
     Returns:
-        The commit's address.
+        The URL of the commit.
 
     Raises:
-        HubError: the hub cannot be reached, or does not take it.
+        HubError: the hub cannot be reached, or rejects the commit.
     """
     from huggingface_hub import HfApi
 
@@ -228,7 +228,7 @@ def publish(folder: Path, repo: str, *, public: bool = False, update: bool = Fal
                 raise HubError(_other_visibility(repo, private=private))
         else:
             api.create_repo(repo, private=not public)
-    state = "it is as it was" if update else f"{repo} is there and empty: push again with --update"
+    state = "nothing was changed" if update else f"{repo} exists and is empty: push again with --update"
     with _errors(repo, api.endpoint, state):
         commit = api.upload_folder(
             repo_id=repo,
@@ -242,16 +242,16 @@ def publish(folder: Path, repo: str, *, public: bool = False, update: bool = Fal
 
 def _other_visibility(repo: str, *, private: bool) -> str:
     if private:
-        return f"{repo} is private: leave --public out, or make it public on its page first"
-    return f"{repo} is public: with --public everybody may read the model; without, take another repository"
+        return f"{repo} is private: leave out --public, or make the repository public on the hub first"
+    return f"{repo} is public: add --public to let everybody read the model, or choose another repository"
 
 
 @contextmanager
 def _errors(repo: str, endpoint: str, state: str) -> Iterator[None]:
-    """Errors of huggingface_hub as a :class:`HubError`.
+    """Convert errors of huggingface_hub to :class:`HubError`.
 
     Args:
-        state: what the hub has of the model if it fails.
+        state: what an error leaves on the hub.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -266,15 +266,15 @@ def _errors(repo: str, endpoint: str, state: str) -> Iterator[None]:
     except Exception as error:  # the classes of network errors differ between versions of the library
         cause = error.__cause__ or error
         reason = (str(cause).strip().splitlines() or [""])[0]
-        text = f"the hub at {endpoint} cannot be used ({type(cause).__name__}: {printable(reason)}); {state}"
+        text = f"the request to {endpoint} failed ({type(cause).__name__}: {printable(reason)}); {state}"
         raise HubError(text) from error
 
 
 def _reason(repo: str, status: int) -> str:
     reasons = {
-        401: "the hub does not take the token (401): `hf auth login`, or put another one into HF_TOKEN",
-        403: f"the token may not write to {repo} (403): take one that may write there",
-        404: f"the hub knows no {repo}, or the token may not see it (404)",
-        409: f"{repo} is there already, or is being changed (409): --update replaces the model in it",
+        401: "the hub rejected the token (401): run `hf auth login`, or set HF_TOKEN to a valid token",
+        403: f"the token has no write access to {repo} (403): use a token with write access",
+        404: f"{repo} does not exist on the hub, or the token has no access to it (404)",
+        409: f"{repo} already exists, or is being changed (409): replace the model in it with --update",
     }
-    return reasons.get(status, f"the hub answers {status} for {repo}")
+    return reasons.get(status, f"the hub returned status {status} for {repo}")

@@ -1,4 +1,4 @@
-"""A file of JSON lines that one process appends to, and a later one goes on with."""
+"""Append-only files of JSON lines that a later process can continue."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from prefed.runs.record import RunError
 
 
 class Journal:
-    """Numbered rows, each a JSON object with its number under ``"row"``.
+    """Numbered rows: JSON objects with their number under ``"row"`` and a digest under ``"digest"``.
 
-    A row that was appended is on the disk, with a digest of its content under ``"digest"``. The rest of a
-    line that a killed process did not finish is removed. Only its owner can read the file, and one process
-    at a time can have it open.
+    Appended rows are synced to the disk. An incomplete last line from a killed process is removed. Only the
+    owner can read the file, and only one process at a time can open it.
 
     Attributes:
-        rows: number → row, of all rows in the file; the last one counts where a number comes twice.
+        rows: number → row; the last one if a number occurs twice.
 
     Raises:
-        RunError: another process has the file open, or a line is no row or was changed.
+        RunError: another process has the file open, or a line is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,8 +46,8 @@ class Journal:
         self._handle.close()
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows and bring them to the disk."""
-        # Half of a surrogate pair, which an endpoint may answer, cannot be encoded.
+        """Append rows and sync them to the disk."""
+        # Lone surrogates, which an endpoint may return, cannot be encoded.
         texts = (json.dumps(dict(row), ensure_ascii=False).encode("utf-8", "replace") for row in rows)
         added = [json.loads(text) for text in texts]
         files.append(self._path, b"".join(files.dumps_with_digest(row) + b"\n" for row in added))
@@ -58,7 +57,7 @@ class Journal:
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(f"{self._path} is in use by another process; wait for it") from None
+            raise RunError(f"{self._path} is in use by another process; wait until it has ended") from None
 
     def _read(self) -> None:
         whole = 0
@@ -72,5 +71,5 @@ class Journal:
                 self.rows[int(row["row"])] = row
             except (ValueError, KeyError, TypeError) as error:
                 raise RunError(
-                    f"{self._path}, line {number}: no row ({error}); delete the line, and it is made again"
+                    f"{self._path}, line {number} is damaged ({error}); delete the line to compute it again"
                 ) from error

@@ -1,10 +1,10 @@
-"""A judge compares what a run's model responds with what another model responds, or with reference answers.
+"""Let a judge compare the responses of a run's model with those of another model, or with reference answers.
 
 ::
 
-    RUN/judge/texts/…                   what each model responds: a file for a model, prompts and sampling
-    RUN/judge/NAME/settings.json        what is compared, how responses are drawn, and by which judge
-    RUN/judge/NAME/verdicts.jsonl       a row for each prompt: both texts, both verdicts in the judge's words
+    RUN/judge/texts/…                   responses: one file per model, prompts and sampling
+    RUN/judge/NAME/settings.json        the models, the sampling and the judge
+    RUN/judge/NAME/verdicts.jsonl       one row per prompt: both texts, both verdicts in the judge's words
     RUN/judge/NAME/summary.json         the win rates
 """
 
@@ -35,32 +35,32 @@ from prefed.train.generation import Sampling
 from prefed.train.metrics.winrate import NothingJudgedError, length_controlled, win_rate
 
 SETTINGS = "settings.json"
-SAME = "the texts are the same, and the judge was not asked"
+SAME = "the texts are equal, so the judge was not asked"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and how.
+    """The settings of a comparison. By default, the other side is the untouched model.
 
     Attributes:
         judge: ``NAME`` or ``NAME:ARGUMENT``, see :data:`~prefed.align.judge.registry.ARGUMENTS`.
-        prompts: file of the prompts.
-        other: another run, whose model is compared with; left out: the untouched model.
-        reference: file with reference answers, to be compared with.
-        column: of the reference answers.
-        client: compares this client's own model, of both runs where there are two.
-        against_shared: compares the client's own model with the shared one.
-        taste: the aligned model responds with this taste, a name of :mod:`prefed.runs.tastes`; where
-            there are two runs, the other's too if it takes one.
-        prompt_column: of the prompts; left out: ``prompt``, or the prompt of preference pairs.
-        raw: prompts are taken unchanged.
-        sampling: of the responses.
-        seed: of the responses.
-        options: of the judge.
-        name: of the folder; left out: made of the judge, its taste and what is compared.
+        prompts: the file of prompts.
+        other: compare with the model of this run.
+        reference: compare with the reference answers in this file.
+        column: the column of the reference answers.
+        client: use the personal model of this client, in both runs if there are two.
+        against_shared: compare the client's personal model with the shared one.
+        taste: use the aligned model with this taste, a name as in :mod:`prefed.runs.tastes`; also in the
+            other run if its model takes one.
+        prompt_column: the column of the prompts; defaults to ``prompt``, or the prompt of preference pairs.
+        raw: use prompts unchanged.
+        sampling: for the responses.
+        seed: for the responses.
+        options: for the judge.
+        name: the name of the folder; by default made from the judge, its taste and both sides.
 
     Raises:
-        ValueError: the attributes do not go together, or there is no such judge.
+        ValueError: attributes contradict each other, or there is no such judge.
     """
 
     judge: str
@@ -82,35 +82,37 @@ class Comparison:
         split_name(self.judge)
         if (self.other is not None) + (self.reference is not None) + self.against_shared > 1:
             raise ValueError(
-                "give one thing to compare with: a second run, --against FILE or --against-shared"
+                "a second run, --against FILE and --against-shared exclude each other: use one of them"
             )
         if (self.reference is None) != (self.column is None):
-            raise ValueError("--against FILE and --column NAME belong together: the column has the answers")
+            raise ValueError("use --against FILE and --column NAME together: the column has the answers")
         if self.against_shared and self.client is None and self.taste is None:
-            raise ValueError("--against-shared belongs to --client ID, whose own model is compared")
+            raise ValueError("--against-shared needs --client ID, the client with the personal model")
         if self.name is not None and (slug(self.name) != self.name or self.name in ("texts", ".", "..")):
-            raise ValueError(f"--name {self.name!r}: letters, digits, dots and hyphens, and not 'texts'")
+            raise ValueError(
+                f"--name {self.name!r}: use only letters, digits, dots and hyphens, and not the name 'texts'"
+            )
 
     @property
     def names_a_client(self) -> bool:
-        """Whether it is of a client's own model or taste, or by one's taste."""
+        """Whether a client's personal model or taste is used, by a model or by the judge."""
         return self.client is not None or self.taste is not None or self.options.taste != "mean"
 
 
 def judge(
     path: str | Path, how: Comparison, progress: Progress = lambda what, done, of: None
 ) -> dict[str, Any]:
-    """Compare a run's model as ``how`` says, and write verdicts and win rates under ``RUN/judge``.
+    """Compare the model of a run, and write verdicts and win rates under ``RUN/judge``.
 
-    Called again after it was stopped, it goes on: it neither generates a text nor asks about a prompt that
-    the files hold already. Only the questions that were under way when it stopped are asked once more.
+    An interrupted comparison continues when it is called again: responses and verdicts in the files are kept,
+    and only pending questions are asked again.
 
     Returns:
-        What ``summary.json`` holds.
+        The content of ``summary.json``.
 
     Raises:
         ValueError: the prompts or the references cannot be used, or nothing was judged.
-        RunError: there is no such run, model or client; the folder holds verdicts of another comparison.
+        RunError: there is no such run, model or client, or the folder has verdicts of another comparison.
         ModelError, JudgeError: a model or the judge cannot be used.
     """
     run = load_run(path, data=split_name(how.judge)[0] == "utility" or needs_pairs(how.taste))
@@ -120,7 +122,7 @@ def judge(
     judge = make_judge(how.judge, how.options, run)
     base = run.record.path / "judge"
     texts = base / "texts"
-    # A judge without tastes makes nothing of one.
+    # Judges without tastes ignore this option.
     taste = None if how.options.taste == MEAN or "taste" not in judge.identity else how.options.taste
     settings = {"judge": how.judge, **judge.identity, "model": own.name, "against": other.name}
     settings |= {"client": how.client, "texts": None, "responses": _responses(how, prompts)}
@@ -155,17 +157,17 @@ def judge(
 
 
 def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Comparison) -> dict[str, Any]:
-    """The win rates over rows of ``verdicts.jsonl``.
+    """Compute win rates from rows of ``verdicts.jsonl``.
 
     Args:
-        left_out: how many prompts fill a model's window.
+        left_out: number of prompts that fill the context of a model.
 
     Raises:
         NothingJudgedError: no question to the judge has an outcome; the message quotes the first failure.
     """
     outcomes = [row["outcome"] for row in verdicts]
     asked = [row["outcome"] for row in verdicts if row["first"]["words"] != SAME]
-    # Equal texts are ties that no judge saw: beside failures alone they make no rate.
+    # Equal texts are ties without a judge. If all questions failed, these ties do not make a rate.
     unjudged = bool(asked) and all(outcome is None for outcome in asked)
     try:
         rate = win_rate(asked) if unjudged else win_rate(outcomes, [row["prompt"] for row in verdicts])
@@ -173,7 +175,7 @@ def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Compari
         answers = (row[order] for row in verdicts for order in ("first", "second"))
         words = [answer["words"] for answer in answers if answer["preference"] is None]
         quoted = (
-            f"; the first: {words[0][:300]}"
+            f"; the first failure: {words[0][:300]}"
             if words
             else "; no prompt leaves room for a response in the model's context"
         )
@@ -183,13 +185,13 @@ def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Compari
     notes = [controlled.note]
     if rate.failed:
         failed = pluralize(rate.failed, "prompt has", "prompts have")
-        notes.append(f"{failed} no usable verdict and count nowhere; verdicts.jsonl has the words")
+        notes.append(f"{failed} no usable verdict and no effect on the rates; see verdicts.jsonl")
     if left_out:
         long = pluralize(left_out, "prompt is", "prompts are")
         notes.append(f"{long} left out: no room for a response in the model's context")
     if rate.distinct < rate.judged:
-        distinct = pluralize(rate.distinct, "distinct prompt is", "distinct prompts are")
-        notes.append(f"{distinct} judged, and the interval takes repeats for less")
+        distinct = pluralize(rate.distinct, "distinct prompt was", "distinct prompts were")
+        notes.append(f"{distinct} judged; the interval accounts for repeated prompts")
     return {
         "prompts": len(verdicts) + left_out,
         "win_rate": {"mean": rate.mean, "low": rate.low, "high": rate.high},
@@ -228,7 +230,7 @@ def _sides(run: LoadedRun, how: Comparison, prompts: Sequence[NumberedPrompt]) -
 def _verdicts(
     judge: Judge, pairs: Sequence[tuple[NumberedPrompt, Question]], journal: Journal
 ) -> Iterator[dict[str, Any]]:
-    """A row of ``verdicts.jsonl`` for each pair that has none, each as soon as it is there."""
+    """Yield a row of ``verdicts.jsonl`` for each pair without one, as soon as it is judged."""
     asked = []
     for row, question in pairs:
         if row.row in journal.rows:
@@ -267,7 +269,7 @@ def _digest(pairs: Sequence[tuple[NumberedPrompt, Question]]) -> str:
 
 
 def _responses(how: Comparison, prompts: Sequence[NumberedPrompt]) -> dict[str, Any]:
-    """What the responses of models depend on, beside the models."""
+    """Return what responses depend on besides the model."""
     texts = json.dumps([[row.row, repr(row.prompt)] for row in prompts]).encode()
     sampling = how.sampling.model_dump()
     drawn = {"seed": how.seed} if how.sampling.temperature else {}
@@ -277,13 +279,13 @@ def _responses(how: Comparison, prompts: Sequence[NumberedPrompt]) -> dict[str, 
 
 
 def _folder(base: Path, settings: Mapping[str, Any], taste: str | None) -> Path:
-    """The folder of a comparison that is given no name."""
+    """Return the default folder of a comparison."""
     judge, sides = settings["judge"], f"{settings['model']} against {settings['against']}"
     return base / slug(f"{judge} {sides}" if taste is None else f"{judge}, taste {taste} {sides}")
 
 
 def _changes(folder: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings in which a comparison in ``folder``, if there is one, differs from ``settings``."""
+    """Return the settings in which an earlier comparison in ``folder`` differs."""
     path = folder / SETTINGS
     if not path.exists():
         return {}
@@ -292,15 +294,15 @@ def _changes(folder: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, 
         texts = settings["texts"] or stored.get("texts")
         return differing(stored, {**settings, "texts": texts})
     except (ValueError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is damaged ({error}); delete the folder, or give another --name") from error
+        raise RunError(f"{path} is damaged ({error}); delete the folder, or choose another --name") from error
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on with a comparison of other settings, before texts are made and after it."""
+    """Check that an earlier comparison in ``folder`` has the same settings."""
     if changed := _changes(folder, settings):
         lines = [f"  {name}: {before!r} → {after!r}" for name, (before, after) in changed.items()]
         raise RunError(
-            f"{folder} holds verdicts of another comparison (there → asked for):\n"
+            f"{folder} has verdicts of another comparison (stored → given):\n"
             + "\n".join(lines)
-            + "\ngive this one another --name, or delete the folder"
+            + "\nchoose another --name, or delete the folder"
         )

@@ -1,4 +1,4 @@
-"""Who labels pairs for an alignment: the selectors of a run, or a judge."""
+"""Labels for the pairs of an alignment, from the selectors of a run or from a judge; and judges of runs."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from prefed.train.metrics import majority
 
 
 def check_selectors(record: RunRecord) -> None:
-    """Refuse a run without selectors.
+    """Check that the method of a run trains selectors.
 
     Raises:
-        RunError: its method trains none.
+        RunError: it does not.
     """
     if METHODS[record.method].reads != "choice":
         named = " or ".join(name for name, kind in METHODS.items() if kind.reads == "choice")
         raise RunError(
-            f"{record.path}: {record.method} trains no selectors, and without one nobody labels completions; "
-            f"run {named} on these clients, and align with that run"
+            f"{record.path}: method {record.method} trains no selectors, which are needed to label "
+            f"completions; use a run of {named}"
         )
 
 
 def selectors_of(run: LoadedRun, taste: str | None = None) -> Selectors:
-    """The selectors that a run published last.
+    """Return the last published selectors of a run.
 
     Args:
-        taste: whose taste they judge with, as :func:`prefed.runs.tastes.told_taste` takes it; ``None``
-            for the published one, or where they have none.
+        taste: a name for :func:`prefed.runs.tastes.told_taste`; ``None`` for the published taste, or for
+            selectors without tastes.
 
     Raises:
         RunError: the server knows no such taste.
     """
-    # Every client gets all selectors, so anyone's message will do.
+    # Every client gets all selectors.
     published = run.method.publish(run.server, run.job.members[0])
     models = run.job.shared_models(published)
     if taste is not None:
@@ -69,26 +69,26 @@ def selectors_of(run: LoadedRun, taste: str | None = None) -> Selectors:
 
 
 def untrained(run: LoadedRun) -> Iterator[str]:
-    """The names of those selectors that are as they were before the first round."""
+    """Return the names of the selectors that have their initial values."""
     start = run.method.init_server(run.trainers.initial)
     models = run.job.shared_models(run.method.publish(start, run.job.members[0]))
     return (name for name, model in run.published_models.items() if model.equal(models[name]))
 
 
 BLOCK = 64
-"""Questions whose tokens are in memory at a time."""
+"""Questions that are tokenised together."""
 
 
 def make_judge(name: str, options: JudgeOptions, run: LoadedRun) -> Judge:
-    """The judge of that name.
+    """Make a judge from its name.
 
     Args:
         name: ``NAME`` or ``NAME:ARGUMENT``.
-        run: the run whose model is judged. For the judge ``utility`` it is loaded with its data.
+        run: the run of the judged model; loaded with its data for the judge ``utility``.
 
     Raises:
         ValueError: there is no such judge.
-        JudgeError, ModelError, RunError: it lacks what it needs.
+        JudgeError, ModelError, RunError: its model or its taste cannot be used.
     """
     kind, argument = split_name(name)
     if kind == "utility":
@@ -121,19 +121,19 @@ def _selector(path: Path, taste: str, judged: LoadedRun) -> Judge:
 
 
 class SelectorJudge:
-    """The response that most selectors prefer is the better one; the summed score decides an even vote.
+    """Judges by the majority of selectors; the sum of their scores breaks ties.
 
-    A score is symmetrised over both orders, so it does not depend on the order of a question.
+    Scores are symmetrised over both orders, so verdicts do not depend on the order of a question.
     """
 
     def __init__(self, selectors: Selectors, identity: Mapping[str, Any]) -> None:
         self._selectors, self.identity = selectors, identity
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
-        """A verdict for every question, block by block; both orders of a question are scored once.
+        """Yield a verdict for every question, block by block; both orders of a question are scored once.
 
         Raises:
-            AlignError: a selector gives a score that is not finite.
+            AlignError: a score of a selector is not finite.
         """
         for block in blocks(questions, BLOCK):
             pairs = {_pair(question): _record(question) for question in block}
@@ -144,12 +144,12 @@ class SelectorJudge:
                 if not isinstance(pair, Record):
                     yield Verdict(None, pair)
                 elif own is None:
-                    yield Verdict(None, "the pair does not fit into the selectors' [data] max_length")
+                    yield Verdict(None, "the pair exceeds [data] max_length of the selectors")
                 else:
                     yield self._verdict(own if pair.chosen == question.first else -own)
 
     def _scores(self, pairs: Mapping[Any, Record]) -> dict[Any, npt.NDArray[np.float32]]:
-        """``[U]`` scores of chosen over rejected, for each pair that is not too long."""
+        """Return scores of chosen over rejected, ``[U]``, for each pair that is not too long."""
         keys = list(pairs)
         asked, scores = self._selectors.scores(list(pairs.values()))
         return {keys[number]: own for number, own in zip(asked, scores.T, strict=True)}
@@ -162,30 +162,29 @@ class SelectorJudge:
 
 @dataclass(frozen=True)
 class JudgeLabels:
-    """A judge as the one who labels an alignment's pairs."""
+    """Labels the pairs of an alignment with a judge."""
 
     judge: Judge
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What its labels depend on."""
+        """What the labels depend on, as JSON values."""
         return self.judge.identity
 
     def scores(
         self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Ask about pairs in both orders.
+        """Ask the judge about pairs in both orders.
 
         Args:
-            pairs: what is asked about.
-            tastes: makes no difference: a judge has a taste of its own.
+            tastes: ignored.
 
         Returns:
-            Numbers of the pairs with two usable verdicts, ``[n]``; and their scores ``[1, n]``: 1 where both
-            verdicts prefer the chosen response, −1 where both prefer the rejected one, else 0.
+            Indices of the pairs with two usable verdicts, ``[n]``, and their scores, ``[1, n]``: 1 if both
+            verdicts prefer the chosen response, −1 if both prefer the rejected one, else 0.
 
         Raises:
-            JudgeError: the judge cannot answer at all.
+            JudgeError: the judge cannot answer any question.
         """
         questions = [Question(pair.prompt, pair.chosen, pair.rejected, pair.extra) for pair in pairs]
         answers = iter(self.judge.compare(q for each in questions for q in (each, each.swapped())))
@@ -200,8 +199,8 @@ def _pair(question: Question) -> Any:
 
 
 def _record(question: Question) -> Record | str:
-    """The question as a pair, or why it is none."""
+    """Convert a question to a pair; returns the reason if that fails."""
     try:
         return Record(question.prompt, question.first, question.second, extra=question.fields)
     except ValueError as error:
-        return f"selectors cannot be shown this pair: {error}"
+        return f"selectors cannot score this pair: {error}"

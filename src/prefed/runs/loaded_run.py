@@ -1,4 +1,4 @@
-"""A finished run with its data and its models, and clients that bring new pairs."""
+"""Load a finished run with its model, states and data, and read new pairs for its clients."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class LoadedRun:
     """A finished run with its base model loaded and its method built.
 
     Attributes:
-        record: the settings, rounds and figures of the run.
-        reader: reads the states that the run left.
-        trainers: the model and the run's data.
-        job: the run's job, over ``trainers``.
-        taste: by whose taste clients judge, as :func:`prefed.runs.tastes.at_taste` takes it; ``None``: each
-            by its own, and those that never took part as the run's own evaluations have it.
+        record: the settings, rounds and metrics of the run.
+        reader: reads the states of the run.
+        trainers: the model and the data of the run.
+        job: the job of the run, on ``trainers``.
+        taste: the taste set with :func:`prefed.runs.tastes.at_taste`; ``None`` evaluates clients as during
+            the run.
     """
 
     record: RunRecord
@@ -54,7 +54,7 @@ class LoadedRun:
 
     @cached_property
     def server(self) -> State:
-        """The server's state after the last round, or the best one where that was loaded."""
+        """The server's state after the last round, or after the best one if that was loaded."""
         return self.reader.server()
 
     @property
@@ -64,7 +64,7 @@ class LoadedRun:
 
     @property
     def backbone(self) -> Backbone:
-        """The frozen model; ``backbone.load(run.model(client))`` puts a client's tensors into it."""
+        """The frozen model. ``backbone.load(run.model(client))`` loads the tensors of a client."""
         return self.trainers.backbone
 
     @property
@@ -76,30 +76,31 @@ class LoadedRun:
         """Return ``client``, if the run has it.
 
         Raises:
-            RunError: the run has no such client; the message has the nearest names.
+            RunError: the run has no such client.
         """
         if client not in self.trainers.clients:
             raise RunError(f"{self.record.path}: {no_client(client, self.clients)}")
         return client
 
     def check_whole(self, client: str) -> None:
-        """Refuse a client whose own model cannot be made here.
+        """Check that the personal model of a client can be assembled here.
 
         Raises:
-            RunError: the run has no such client, or the site of a federation keeps what its model needs.
+            RunError: the run has no such client, or a site of the federation stores its private state.
         """
         site = self.record.sites.get(self.check(client))
         if site is not None and self.method.personal:
             raise RunError(
-                f"{self.record.path}: site {site!r} keeps what the model of {client!r} needs; "
-                f"{shlex.join(['prefed', 'site', 'export', 'CONFIG', '--client', client])} writes it there"
+                f"{self.record.path}: the private state of client {client!r} is stored at site {site!r}; run "
+                f"there: {shlex.join(['prefed', 'site', 'export', 'CONFIG', '--client', client])}"
             )
 
     def private_state(self, client: str) -> State:
-        """The private state of ``client`` after that round; raises as :meth:`check`.
+        """Return the private state of ``client`` after the loaded round.
 
         Raises:
-            StoreError: the client's site keeps it.
+            RunError: the run has no such client.
+            StoreError: a site stores the state.
         """
         if self.record.sites and not self.method.personal:
             return self.first_state(client)
@@ -107,27 +108,26 @@ class LoadedRun:
         return self.first_state(client) if state is None else state
 
     def first_state(self, client: str) -> State:
-        """The private state with which ``client`` begins; raises as :meth:`check`."""
+        """Return the initial private state of ``client``; raises as :meth:`check`."""
         return self.method.init_client(self.backbone.initial, self.check(client))
 
     def model(self, client: str) -> Tensors:
-        """The tensors (full layout) with which ``client`` predicts after that round.
+        """Return the tensors (full layout) of the model of ``client`` after the loaded round.
 
-        A client that never took part has the tensors that the server publishes, and personal tensors as they
-        start.
+        For a client that never took part, these are the published tensors and initial personal tensors.
 
         Raises:
-            RunError: the run has no such client, or its site keeps what its model needs.
-            ValueError: the method trains before it predicts, and the run's pairs are not on this machine.
+            RunError: the run has no such client, or a site stores its private state.
+            ValueError: the method trains before predicting, and the pairs are not on this machine.
         """
         self.check_whole(client)
         private, published = self.private_state(client), self.published(client)
         return self.job.client_model(client, private, published, self.reader.commit.round)
 
     def published(self, client: str) -> Download:
-        """What ``client`` needs to use its model: of the server's state, or of its own without a server."""
+        """Return the download of ``client``: from the server's state or, without a server, its own model."""
         source = self.server
-        # A peer's directory has its own client's model alone, in the place of a server's.
+        # The directory of a peer contains only the model of its own client.
         nodes = self.reader.commit.digests.nodes is not None
         if nodes and client in self.job.members:
             ((name, mean),) = source.tensors.items()
@@ -137,27 +137,26 @@ class LoadedRun:
 
     @cached_property
     def published_model(self) -> Tensors:
-        """The one model (full layout) that the server publishes to everybody.
+        """The only shared model (full layout).
 
         Raises:
-            RunError: the method shares no model or several, or publishes different models to different
-                clients.
+            RunError: the method shares no model or several, or publishes different models to clients.
         """
         models = self.published_models
         if not models:
-            raise RunError(f"{self.method.name} shares no model: name a client with --client")
+            raise RunError(f"{self.method.name} shares no model: choose a client with --client")
         if len(models) > 1:
             raise RunError(
-                f"{self.method.name} shares {len(models)} selectors and no single model: name one with "
+                f"{self.method.name} shares {len(models)} selectors instead of one model: choose one with "
                 "--selector, or a client with --client"
             )
         return next(iter(models.values()))
 
     def selector(self, name: str) -> Tensors:
-        """The selector (full layout) of that name, e.g. ``"selector-0"``.
+        """Return a selector (full layout) by name, e.g. ``"selector-0"``.
 
         Raises:
-            RunError: the run has none of that name.
+            RunError: the run has no such selector.
         """
         names = self.job.jury
         if name not in names:
@@ -167,62 +166,56 @@ class LoadedRun:
 
     @cached_property
     def published_models(self) -> Mapping[str, Tensors]:
-        """Name → model (full layout) that the server publishes to everybody; empty if the method shares none.
-
-        The one name is ``"shared"``; several models are selectors that vote.
+        """Name → shared model (full layout): ``"shared"``, or several selectors; empty without any.
 
         Raises:
-            RunError: the method publishes different models to different clients.
+            RunError: the method publishes different models to clients.
         """
         published = [models for models, _ in published_models(self.job, self.server)]
         first = published[0] if published else {}
         if not all(models[name].equal(first[name]) for models in published for name in first):
             raise RunError(
-                f"{self.method.name} gives each client a model of its own: name a client with --client"
+                f"{self.method.name} publishes a different model to each client: choose one with --client"
             )
         return first
 
 
 def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> LoadedRun:
-    """Load a finished run's base model and states.
+    """Load the base model and the states of a finished run.
 
-    Transformers' progress bars and notices stay off the terminal, as in the commands, unless
-    ``TRANSFORMERS_VERBOSITY`` is in the environment.
+    Progress bars and notices of transformers are hidden unless ``TRANSFORMERS_VERBOSITY`` is set.
 
     Args:
-        data: the caller needs the run's pairs. The tokens in the run directory are used; where they were
-            deleted, they are made again from the sources. With ``False`` a run without its tokens is loaded
-            without pairs.
-        best: the states after the best round by validation pairs, and not those after the last.
+        data: the pairs of the run are needed. If its tokens were deleted, they are made again from the
+            sources; with ``False``, the run is then loaded without pairs.
+        best: load the states after the best round on validation pairs, instead of the last.
 
     Raises:
-        RunError: there is no finished run, it keeps no best round, its settings, its model or its data
-            changed, or the sites of a federation have its data.
+        RunError: there is no finished run, it has no best round, its settings, model or data changed, or the
+            sites of a federation store its data.
         ModelError, DataError: the base model or the data cannot be loaded.
     """
     record = read_run(path)
     if best and "best" not in record.summary.get("stop", {}):
-        raise RunError(
-            f"{path} keeps no best round: it was run without a table [stop]; leave out --round best"
-        )
+        raise RunError(f"{path} has no best round, since it was run without [stop]; leave out --round best")
     if data and record.sites:
         names = ", ".join(sorted(set(record.sites.values())))
         raise RunError(
-            f"{path}: the pairs of this run are at its sites, {names}, and none is here; `prefed evaluate "
-            f"{path} --test FILE` judges a model that all clients share on pairs of yours"
+            f"{path}: the pairs of this run are stored at its sites ({names}); to evaluate a shared model on "
+            f"other pairs: prefed evaluate {path} --test FILE"
         )
     silence_transformers()
     try:
         reader = RunReader(path, best=best)
     except StoreError as error:
-        raise RunError(f"{path} has lost its checkpoint/, which holds the model: {error}") from error
+        raise RunError(f"{path}: cannot read checkpoint/, which contains the model: {error}") from error
     config, digest = record.path / "config.toml", reader.commit.settings
     if digest is not None and settings_digest(record.config) != digest:
-        raise RunError(f"{config} is not what its run was begun with; put a copy of it back")
+        raise RunError(f"{config} was edited after the start of the run; restore it from a backup")
     try:
         experiment = Experiment.from_tables(record.config, str(config))
     except ConfigError as error:
-        raise RunError(f"{error}\nput a copy of it back") from error
+        raise RunError(f"{error}\nrestore config.toml from a backup") from error
     cache = record.path / "cache"
     if (cache / "data").is_dir():
         dataset = FederatedDataset.open(cache / "data")
@@ -239,28 +232,27 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
 
 
 def _check_fingerprint(record: RunRecord, trainers: PairTrainerFactory) -> None:
-    """Refuse a base model or data that changed since the run."""
-    source = {"model": f"the base model {record.config['model']['name']}", "data": "the run's data"}
+    """Check that base model and data are unchanged since the run."""
+    source = {"model": f"the base model {record.config['model']['name']}", "data": "the data"}
     for name, digest in trainers.fingerprint.items():
         if record.fingerprint.get(name, digest) != digest and (trainers.dataset.has_pairs or name != "data"):
-            raise RunError(f"{record.path}: {source[name]} changed since the run; put back what it was")
+            raise RunError(f"{record.path}: {source[name]} changed since the run; restore the original")
 
 
 def no_client(client: str, names: Sequence[str]) -> str:
-    """Say that no client has a name, with the nearest names or the first few.
+    """Format the error for an unknown client, with the nearest names or the first few.
 
     >>> no_client("ward7", ("ward-7", "ward-8", "clinic"))
     "no client is called 'ward7'; did you mean 'ward-7' or 'ward-8'?"
     >>> no_client("x", ("ward-7", "ward-8"))
     "no client is called 'x'; the clients are 'ward-7', 'ward-8'"
     """
-    shown = listed(names)
-    hint = did_you_mean(client, names, most=3) or f"; the clients are {shown}"
+    hint = did_you_mean(client, names, most=3) or f"; the clients are {listed(names)}"
     return f"no client is called {client!r}{hint}"
 
 
 EVERYBODY = "everybody"
-"""Stands for all clients together, where all pairs belong to each of them."""
+"""Name for all clients together."""
 
 
 @dataclass(frozen=True)
@@ -269,8 +261,8 @@ class NewPairs:
 
     Attributes:
         rows: client → its rows; or :data:`EVERYBODY` → all rows.
-        common: whether ``rows`` has one entry for everybody. A client of the run may have that name too.
-        notes: sentences on rows that were left out, and on pairs that the run has trained on.
+        common: whether ``rows`` has one entry for everybody. A client may also have the name "everybody".
+        notes: on rows that were left out, and on pairs that the run has trained on.
     """
 
     tokens: TokenSet
@@ -280,22 +272,22 @@ class NewPairs:
 
 
 def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> NewPairs:
-    """Read and tokenise the pairs of ``file``, and assign them to clients, as the run did with its own.
+    """Read and tokenise the pairs of ``file``, and assign them to clients with the partition of the run.
 
-    With a partition by file, ``file`` is such a folder too, or the file of one client.
+    With a partition by file, ``file`` is a folder of files, or the file of one client.
 
     Args:
-        file: a file, a folder of files or a hub name; relative to the working folder.
-        folder: the tokens are written there.
-        everyone: all pairs belong to everybody, whatever the partition says.
+        file: a file, a folder of files or a hub name; relative to the working directory.
+        folder: where to write the tokens.
+        everyone: ignore the partition, and assign all pairs to everybody.
 
     Raises:
         DataError: a row cannot be used, or no row belongs to a client of the run.
     """
-    # [data] rows limits the run's own sources, not this one.
+    # [data] rows limits the sources of the run, not this file.
     config, clients = run.experiment.data.model_copy(update={"rows": None}), run.clients
     groups = None if everyone else _groups(config.partition, clients)
-    hint = "Repair them, or judge every client on all rows with --everyone." if groups else "Repair them."
+    hint = "Repair them, or use --everyone to evaluate clients on all rows." if groups else "Repair them."
     errors, counts = ErrorCollector(hint=hint, count_only=config.invalid == "drop"), ReadCounts()
     encoder = make_encoder(config, run.backbone.tokenizer, selector_settings(run.experiment))
     writer = TokenWriter(folder, encoder, errors=errors, codes=1)
@@ -326,7 +318,7 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     if groups is not None:
         rows = {clients[k]: np.flatnonzero(owners == k) for k in np.unique(owners)}
     skipped_pairs = {
-        "pairs are of no client of the run": strangers,
+        "pairs belong to no client of the run": strangers,
         "pairs have two equal responses": counts.identical + writer.identical,
         "pairs are ties": counts.ties,
         "pairs are malformed": errors.count,
@@ -337,10 +329,7 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
 
 
 def _groups(partition: Partition, clients: tuple[str, ...]) -> Mapping[str, int] | None:
-    """Value of the partition's column, or name of a file → index of its client.
-
-    It is ``None`` if neither columns nor files name clients.
-    """
+    """Return value of the column, or name of the file → index of its client; ``None`` if neither is used."""
     if not isinstance(partition, ByColumn | ByFile):
         return None
     index = {name: k for k, name in enumerate(clients)}
@@ -353,16 +342,15 @@ def _groups(partition: Partition, clients: tuple[str, ...]) -> Mapping[str, int]
 
 def _nobody(strangers: int, partition: Partition, clients: tuple[str, ...]) -> str:
     if not strangers or not isinstance(partition, ByColumn | ByFile):
-        return "holds no usable pair"
-    named = "file is called as" if isinstance(partition, ByFile) else f"row's {partition.column!r} is"
-    shown = ", ".join(clients[:8]) + (", …" if len(clients) > 8 else "")
-    return f"no {named} a client of the run ({shown}); --everyone judges every client on all rows"
+        return "no usable pairs"
+    named = "file is named after" if isinstance(partition, ByFile) else f"row's {partition.column!r} is"
+    return f"no {named} a client of the run ({listed(clients)}); --everyone evaluates clients on all rows"
 
 
 def _trained_on(run: LoadedRun, tokens: TokenSet) -> list[str]:
-    """A note if the run has trained on some of the pairs."""
+    """Return a note if the run has trained on some of the pairs."""
     dataset = run.trainers.dataset
     rows = np.concatenate([data.train for data in dataset.clients.values()])
     count = int(np.isin(tokens.pairs, dataset.tokens.pairs[rows]).sum())
-    note = f"the run has trained on {count:,} of these {len(tokens):,} pairs, some client or other"
+    note = f"clients of the run have trained on {count:,} of these {len(tokens):,} pairs"
     return [note] if count else []

@@ -1,4 +1,4 @@
-"""The metrics of a run with their labels and meanings, and how selectors and their clusters agree."""
+"""Labels and meanings of a run's metrics, profiles over model blocks, and agreement of selectors."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ USUAL = (
     "agreement",
     "majority_accuracy",
 )
-"""Usual figures, in the order in which they are shown. Other figures follow in the run's own order."""
+"""Standard metrics in display order. Other metrics follow in the order of the summary."""
 
 CHOICE_WORDS: Mapping[str, tuple[str, str]] = {
     "baseline_accuracy": ("before", "the untouched model"),
     "preference_accuracy": (
         "preference accuracy",
-        "the client's selector, which is that of its cluster where there are some",
+        "the client's selector (with clusters, the selector of its cluster)",
     ),
-    "reward_accuracy": ("reward accuracy", "that selector too: its score is its only reward"),
-    "majority_accuracy": ("majority accuracy", "more selectors than not"),
+    "reward_accuracy": ("reward accuracy", "the same selector, whose score is its only reward"),
+    "majority_accuracy": ("majority accuracy", "the majority of the selectors"),
 }
-"""Figures of selectors: their labels, and whose scores they are about."""
+"""Metric of selectors → its label, and the model that scores."""
 TASTE_WORDS: Mapping[str, tuple[str, str]] = {
     **CHOICE_WORDS,
     "shared_accuracy": ("shared model", "the selector with the population's taste"),
     "preference_accuracy": ("own model", "the selector with the client's own taste"),
 }
-"""The same of a selector with a latent taste."""
+"""The same for a selector with a latent taste."""
 
 REWARD_MEANING = (
     "share of pairs on which training raised the log-probability of the chosen response by more than that of "
     "the rejected one, both compared with the untouched model"
 )
 REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
-"""Figures that only models with an explicit reward head have."""
+"""Metrics that only models with an explicit reward head have."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that every evaluated client has.
+    """A metric with a value for every evaluated client.
 
     Attributes:
-        name: as in ``summary.json``.
+        name: its key in ``summary.json``.
         label: heading of its column or curve.
         meaning: one sentence.
-        values: of all clients, after the last round.
+        values: after the last round.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Figure:
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Figure]:
-    """The figures in a summary that every client has, by name, in the order in which they are shown."""
+    """Return the per-client metrics of a summary by name, in display order."""
     values = metrics_of_clients(summary)
     personal, choice = "shared_accuracy" in values, "choice_loss" in summary
     kind = "taste" if personal and choice else "personal" if personal else "choice" if choice else ""
@@ -79,16 +79,16 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def _words(name: str, kind: str) -> tuple[str, str]:
-    """The label and the meaning of a figure.
+    """Return the label and the meaning of a metric.
 
     Args:
-        kind: ``"personal"`` of a method with models of clients' own, ``"choice"`` of one with selectors,
-            ``"taste"`` of one with a selector that has a latent taste.
+        kind: ``"personal"`` for a method with personal models, ``"choice"`` with selectors, ``"taste"`` with
+            a selector that has a latent taste, else empty.
     """
     probable = "share of pairs whose chosen response the model assigns a higher probability"
     scored = "share of pairs whose chosen response scores higher than the rejected one, by {}"
     if kind == "choice" and (number := re.fullmatch(r"selector_(\d+)_accuracy", name)):
-        return f"selector {number[1]}", scored.format(f"selector {number[1]} alone")
+        return f"selector {number[1]}", scored.format(f"selector {number[1]}")
     words = {"choice": CHOICE_WORDS, "taste": TASTE_WORDS}.get(kind, {})
     if name in words:
         label, by = words[name]
@@ -104,10 +104,7 @@ def _words(name: str, kind: str) -> tuple[str, str]:
             if kind == "personal"
             else ("preference accuracy", probable)
         ),
-        "reward_accuracy": (
-            "reward accuracy",
-            REWARD_MEANING,
-        ),
+        "reward_accuracy": ("reward accuracy", REWARD_MEANING),
         "normalized_accuracy": ("normalised accuracy", f"{probable}, per token"),
         "combined_accuracy": (
             "combined accuracy",
@@ -130,28 +127,26 @@ def _words(name: str, kind: str) -> tuple[str, str]:
 MEANINGS: Mapping[str, tuple[str, str]] = {
     "gate": (
         "gates",
-        "how much of its own LoRA a client lets in beside the shared one, block by block: "
-        "0 is the shared model alone, 1 all of its own",
+        "weight of a client's own LoRA, added to the shared one, per block: 0 uses only the shared model, "
+        "1 the full personal LoRA",
     ),
     "weight": (
         "weights of the shared model",
-        "how much of the shared model a client takes in, block by block: 1 is all of it, 0 none",
+        "share of the shared model that a client adopts, per block: 1 is all of it, 0 none",
     ),
 }
-"""Figure → its heading and its meaning. Other figures have their name as heading and meaning."""
+"""Profile → its heading and its meaning. Other profiles have their name as both."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One figure of every block from private states, for the clients that took part.
-
-    It shows which layers each client personalises.
+    """A value per model block from the private states of clients: shows which layers they personalise.
 
     Attributes:
-        name: as in ``summary.json``.
+        name: its key in ``summary.json``.
         label: heading of its plot or table.
         meaning: one sentence.
-        clients: sorted.
+        clients: those that took part, sorted.
         blocks: numbers of the blocks, ascending.
         values: ``[clients, blocks]``, NaN where a client has no value.
     """
@@ -165,7 +160,7 @@ class Profile:
 
     @cached_property
     def means(self) -> npt.NDArray[np.float64]:
-        """``[blocks]`` mean over the clients that have a value."""
+        """``[blocks]``, the mean over the clients that have a value."""
         means: npt.NDArray[np.float64] = np.nanmean(self.values, axis=0)
         return means
 
@@ -176,7 +171,7 @@ class Profile:
 
     @property
     def ends(self) -> str:
-        """The means of the first and the last block, in words."""
+        """The means of the first and the last block, as text."""
         first, last = self.blocks[0], self.blocks[-1]
         if first == last:
             return f"{self.means[0]:.2f} in block {first}"
@@ -184,7 +179,7 @@ class Profile:
 
 
 def profiles_of(summary: Mapping[str, Any]) -> dict[str, Profile]:
-    """The profiles in a ``summary.json``, by name.
+    """Return the profiles in a ``summary.json`` by name.
 
     >>> personal = {"gate": {"bob": {"0": 0.5, "1": 0.25}, "ann": {"0": 0.75, "1": 0.5}}}
     >>> gates = profiles_of({"personal": personal})["gate"]
@@ -206,18 +201,17 @@ def profiles_of(summary: Mapping[str, Any]) -> dict[str, Profile]:
 
 
 Clusters: TypeAlias = Sequence[Sequence[str]]
-"""The clients of each cluster; a cluster has the number of its selector, from 0."""
+"""The clients of each cluster; cluster k belongs to selector k, from 0."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """How clients are grouped from a round on.
+    """The clusters of clients, from one round on.
 
     Attributes:
-        round: the round before whose training they were grouped.
-        clusters: each cluster's clients.
+        round: the first round that trained with these clusters.
         moved: the clients whose cluster changed.
-        losses: each selector's mean validation loss in nats; empty if no client reported its own.
+        losses: the mean validation loss of each selector in nats; empty if no client reported losses.
     """
 
     round: int
@@ -227,27 +221,27 @@ class Grouping:
 
 
 def groupings_of(rounds: Iterable[Mapping[str, Any]]) -> tuple[Grouping, ...]:
-    """The groupings that the records of ``rounds.jsonl`` tell of, in their order."""
+    """Return the groupings in the records of ``rounds.jsonl``, in their order."""
     return tuple(
         Grouping(record["round"], record["clusters"], record["moved"], record["selector_losses"])
         for record in rounds
-        # A method may have a figure of this name that is another thing.
+        # A method may log a number under the same name.
         if isinstance(record.get("clusters"), list)
     )
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How one selector, or the vote of all, agrees with clients: shares of their pairs, means over clients.
+    """Accuracy of one selector, or of their majority, on the pairs of clients.
 
     Attributes:
-        name: the selector's, or :data:`VOTE`.
-        clients: how many its cluster has; ``None`` without clusters.
+        name: the name of the selector, or :data:`VOTE`.
         mean: over all clients.
-        worst: the lowest client's.
-        members: over the clients of its own cluster; ``None`` where none has a figure of its own.
-        others: over the other clients; likewise.
-        newcomers: over the clients that never took part; ``None`` where there are none.
+        worst: of the client with the lowest accuracy.
+        clients: size of the selector's cluster; ``None`` without clusters.
+        members: mean over the clients of its own cluster; ``None`` if none of them is listed separately.
+        others: mean over the other clients, likewise.
+        newcomers: mean over the clients that never took part; ``None`` if there are none.
     """
 
     name: str
@@ -263,7 +257,7 @@ VOTE = "vote of all"
 
 
 def selector_figures(figures: Iterable[str]) -> list[str]:
-    """Those names that are accuracies of single selectors, in the selectors' order.
+    """Return the names that are accuracies of single selectors, in the order of the selectors.
 
     >>> selector_figures(["margin", "selector_10_accuracy", "selector_2_accuracy"])
     ['selector_2_accuracy', 'selector_10_accuracy']
@@ -273,12 +267,12 @@ def selector_figures(figures: Iterable[str]) -> list[str]:
 
 
 def agreements(figures: Mapping[str, Any], clusters: Clusters = ()) -> list[Agreement]:
-    """The agreement of each selector, then that of the vote; empty where there are not several selectors.
+    """Return the agreement of each selector, then of their majority; empty with fewer than two selectors.
 
-    A cluster's mean is over those of its clients that have enough pairs for a figure of their own.
+    The mean of a cluster covers those of its clients that have enough pairs to be listed separately.
 
     Args:
-        figures: as ``summary.json`` has them.
+        figures: the content of ``summary.json``.
         clusters: after the last grouping; empty before the first.
 
     >>> def over(**clients):

@@ -1,4 +1,4 @@
-"""What an experiment will spend of its clients' privacy, before it is run."""
+"""The privacy guarantee of an experiment, computed before it is run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from prefed.privacy import Guarantee, guarantee_of
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run promises.
+    """The privacy guarantee of a planned run.
 
     Attributes:
         guarantee: of one release.
-        releases: how often the client that takes part most will give something away.
+        releases: number of releases by the client that takes part most often.
         delta: δ of ``[privacy]``.
     """
 
@@ -30,34 +30,38 @@ class Plan:
         return self.guarantee.epsilon(self.releases, self.delta)
 
     def noise_for(self, epsilon: float) -> float:
-        """The least ``noise_multiplier`` with which the run costs at most ``epsilon``."""
+        """Return the smallest ``noise_multiplier`` with which the run spends at most ``epsilon``."""
         return self.guarantee.noise_for(epsilon, self.releases, self.delta)
 
 
 def plan(experiment: Experiment, clients: int | None = None) -> Plan:
-    """What ``experiment`` promises with so many clients that train.
+    """Compute the privacy guarantee of ``experiment``.
 
     Args:
-        clients: left out where the partition says how many there are.
+        clients: number of clients that train; defaults to that of the partition.
 
     Raises:
-        ConfigError: the experiment has no ``kind`` or no ``delta``, its number of clients is not known, or a
-            fleet's clock decides how often they take part.
+        ConfigError: the experiment has no ``kind`` or no ``delta``, its number of clients is unknown, or a
+            simulated fleet decides how often they take part.
     """
     privacy = experiment.privacy
     if privacy.kind is None or privacy.delta is None:
-        raise ConfigError("[privacy] has no kind, or no delta: without them nothing is promised")
+        raise ConfigError("[privacy] has no kind or no delta: set both to get a guarantee")
     if experiment.fleet is not None:
-        raise ConfigError("[fleet]: its clock decides who takes part how often; summary.json tells it")
+        raise ConfigError(
+            "[fleet] decides how often clients take part: run the experiment, and see ε in its summary.json"
+        )
     if clients is None:
         unseen = experiment.evaluate.unseen
         known = getattr(experiment.data.partition, "clients", None)
         if not isinstance(known, int):
-            raise ConfigError("the data decide how many clients there are: say it with --clients")
+            raise ConfigError("the number of clients depends on the data: set it with --clients")
         clients = known - (unseen if isinstance(unseen, int) else len(unseen))
     cohort = experiment.cohort.of(clients) or clients
     if not 0 < cohort <= clients:
-        raise ConfigError(f"[cohort] size = {cohort} of {clients} clients that train: see --clients")
+        raise ConfigError(
+            f"[cohort] size = {cohort}, but {clients} clients train: lower the size, or change --clients"
+        )
     promised = guarantee_of(privacy, clients, cohort, experiment.cohort.sampling)
     return Plan(promised, _most_visits(experiment, clients, cohort, promised), privacy.delta)
 

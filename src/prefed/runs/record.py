@@ -1,4 +1,4 @@
-"""A finished run as its directory describes it; its files are checked when they are read."""
+"""Records of finished runs, read from their directories and validated."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class _Tastes(_Schema):
     met: float = 0.0
 
 
-class Verdict(_Schema):
+class _Verdict(_Schema):
     """A row of ``verdicts.jsonl``."""
 
     row: int
@@ -122,9 +122,8 @@ class _Labels(_Schema):
     pairs: int
     identical: int
     blank: int
-    # Of selectors the first, of a judge the second.
-    too_long: int = 0
-    failed: int = 0
+    too_long: int = 0  # with selectors
+    failed: int = 0  # with a judge
     ties: int
     labelled: int
     unanimous: int
@@ -150,7 +149,7 @@ class _Alignment(_Schema):
     train: _Training
 
 
-class Label(_Schema):
+class _Label(_Schema):
     """A row of ``labels.jsonl``."""
 
     prompt: str | list[dict[str, str]]
@@ -161,50 +160,40 @@ class Label(_Schema):
     index: int
 
 
+class RunError(ValueError):
+    """A directory has no finished run, a file of the run is damaged, or the run has no such client."""
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Read ``config.toml``.
 
     Raises:
-        ValueError: it is missing or damaged; the message names the file and the problem.
+        RunError: the file is missing or damaged.
     """
     config: dict[str, Any] = _read(path, tomllib.loads, _Config)
     return config
 
 
 def read_summary(path: Path) -> Summary:
-    """Read ``summary.json``; raises as :func:`read_config`."""
+    """Read ``summary.json``.
+
+    Raises:
+        RunError: the file is missing or damaged.
+    """
     summary: Summary = _read(path, json.loads, Summary)
-    return summary
-
-
-def read_told_tastes(path: Path) -> dict[str, Any]:
-    """Read ``tastes.json``; raises as :func:`read_config`."""
-    tastes: dict[str, Any] = _read(path, json.loads, _Tastes)
-    return tastes
-
-
-def read_judged(path: Path) -> dict[str, Any]:
-    """Read ``summary.json`` of a comparison by a judge; raises as :func:`read_config`."""
-    summary: dict[str, Any] = _read(path, json.loads, _Judged)
-    return summary
-
-
-def read_alignment(path: Path) -> dict[str, Any]:
-    """Read ``summary.json`` of an alignment; raises as :func:`read_config`."""
-    summary: dict[str, Any] = _read(path, json.loads, _Alignment)
     return summary
 
 
 RowT = TypeVar("RowT", bound=_Schema)
 
 
-def read_rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
-    """The whole rows of a file of JSON lines, one at a time; none if it is missing.
+def _rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
+    """Yield the rows of a JSON Lines file; nothing if it is missing.
 
-    A last line that has no end is under way, and no row.
+    A last line without a line break is still being written and is skipped.
 
     Raises:
-        ValueError: a line is damaged; the message names the file, the line and the problem.
+        RunError: a line is damaged.
     """
     if not path.exists():
         return
@@ -220,14 +209,14 @@ def read_rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
                 raise _damage(path, f"line {number}: {error}") from error
 
 
-def read_rounds(path: Path, rounds: int) -> tuple[RoundRecord, ...]:
-    """Read the first ``rounds`` records of ``rounds.jsonl``; raises as :func:`read_config`."""
+def _rounds(path: Path, rounds: int) -> tuple[RoundRecord, ...]:
+    """Read the first ``rounds`` records of ``rounds.jsonl``."""
 
     def parse(text: str) -> list[Any]:
-        # Other ends of lines may stand in a name.
+        # Not splitlines(): a client's name may contain other line separators.
         lines = [line for line in text.split("\n") if line][:rounds]
         if len(lines) < rounds:
-            raise ValueError(f"it holds {len(lines)} of {rounds} rounds")
+            raise ValueError(f"it has {len(lines)} of {rounds} rounds")
         records = []
         for number, line in enumerate(lines, 1):
             try:
@@ -244,7 +233,7 @@ def _read(path: Path, parse: Callable[[str], Any], schema: Any) -> Any:
         content = parse(path.read_text("utf-8"))
         TypeAdapter(schema).validate_python(content)
     except FileNotFoundError:
-        wrong = "it is not there"
+        raise RunError(f"{path} is missing; restore it from a backup") from None
     except ValidationError as error:
         wrong = _problem(error)
     except (OSError, ValueError, RecursionError) as error:
@@ -258,29 +247,25 @@ def _problem(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     place = [f"line {step + 1}" if isinstance(step, int) else step for step in first["loc"]]
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", first["msg"])
-    wrong = f"{'.'.join(place) or 'all of it'}: {message.removeprefix('Input ').lower()}"
-    return wrong if isinstance(first["input"], Mapping | list) else f"{wrong}, and is {first['input']!r}"
+    wrong = f"{'.'.join(place) or 'the content'}: {message.removeprefix('Input ').lower()}"
+    return wrong if isinstance(first["input"], Mapping | list) else f"{wrong}, not {first['input']!r}"
 
 
-def _damage(path: Path, wrong: str) -> ValueError:
-    return ValueError(f"{path} is damaged: {wrong}; put a copy of it back")
+def _damage(path: Path, wrong: str) -> RunError:
+    return RunError(f"{path} is damaged: {wrong}; restore it from a backup")
 
 
 _ROUND = ("loss", "bytes_up", "bytes_down", "seconds")
-"""Numbers that every round's record has."""
-
-
-class RunError(ValueError):
-    """A directory holds no finished run, or the run has no such client. The message says what to do."""
+"""Numbers in the record of every round."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A finished run: its settings, its rounds and its summary.
+    """A finished run.
 
     Attributes:
-        config: the experiment as it was run, every default filled in.
-        fingerprint: digests of the data and the model; empty where the checkpoint is missing.
+        config: the experiment with all defaults filled in.
+        fingerprint: digests of the data and the model; empty if the checkpoint is missing.
     """
 
     path: Path
@@ -290,7 +275,7 @@ class RunRecord:
     fingerprint: Mapping[str, str]
 
     def at_best(self) -> RunRecord:
-        """The run as its best round by validation pairs left it; what it cost is that of the whole run."""
+        """Return the record as of the best round on validation pairs; costs remain those of the whole run."""
         best = self.summary["stop"]["best"]
         number = best["round"]
         summary = cast(Summary, {**self.summary, **best, "rounds": number})
@@ -298,112 +283,108 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The directory's name."""
+        """The name of the directory."""
         return self.path.resolve().name
 
     @property
     def method(self) -> str:
-        """The method's name."""
+        """The name of the method."""
         return str(self.summary["method"])
 
     @property
     def seed(self) -> int:
-        """The seed that all its draws come from."""
+        """The seed of all random draws."""
         return int(self.config["seed"])
 
     @cached_property
     def sites(self) -> Mapping[str, str]:
-        """Client → the site that has its pairs and its private state; empty where both are here."""
+        """Client → the site that stores its pairs and private state; empty for a run without sites."""
         return {client: site for site, own in self.summary.get("sites", {}).items() for client in own}
 
     @property
     def split(self) -> str:
-        """The split that clients were evaluated on: ``"test"`` or ``"validation"``."""
+        """The split used for evaluation: ``"test"`` or ``"validation"``."""
         return str(self.summary.get("split", "test"))
 
     @cached_property
     def figures(self) -> Mapping[str, Figure]:
-        """The figures that every client has, by name, in the order in which they are shown.
-
-        Besides the usual ones, the method or the data may add more.
-        """
+        """Name → per-client metric, in display order; the method or the data may add metrics."""
         return figures_of(self.summary)
 
     @cached_property
     def profiles(self) -> Mapping[str, Profile]:
-        """Figures of each block from private states, such as gates, by name."""
+        """Name → values per model block from private states, e.g. gates."""
         return profiles_of(self.summary)
 
     @cached_property
     def groupings(self) -> tuple[Grouping, ...]:
-        """How clients were grouped, in the order of rounds; empty if they never were."""
+        """The clusters of clients, in the order of rounds; empty if clients were never clustered."""
         return groupings_of(self.rounds)
 
     @cached_property
     def agreements(self) -> list[Agreement]:
-        """How each of several selectors, and their vote, agree with clients; empty without such."""
+        """Agreement of each selector, and of their majority, with the clients; empty with fewer than two."""
         return agreements(self.summary, self.groupings[-1].clusters if self.groupings else ())
 
     @cached_property
     def tastes(self) -> Mapping[str, Any] | None:
-        """What ``tastes.json`` holds; ``None`` where there is none, or for whoever may not read it.
+        """The content of ``tastes.json``; ``None`` if the file is missing or not readable by this user.
 
         Raises:
             RunError: the file is damaged.
         """
         path = self.path / "tastes.json"
-        try:
-            return read_told_tastes(path) if os.access(path, os.R_OK) else None
-        except ValueError as error:
-            raise RunError(str(error)) from error
+        return _read(path, json.loads, _Tastes) if os.access(path, os.R_OK) else None
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """The evaluated clients, sorted, without those that are too small for a figure of their own."""
+        """The evaluated clients, sorted, without those too small to be listed separately."""
         return tuple(sorted(self.summary["preference_accuracy"]["per_client"]))
 
     @property
     def evaluated(self) -> int:
-        """How many clients were evaluated, with those too small for a figure of their own."""
+        """The number of evaluated clients, including those too small to be listed separately."""
         figure: FederatedMetric = self.summary["preference_accuracy"]
         return len(self.clients) + figure.get("mean_alone", 0) + figure.get("left_out", 0)
 
     @property
     def unlisted(self) -> str:
-        """A sentence on evaluated clients that are not listed; empty if all are."""
+        """A note on evaluated clients that are not listed; empty if all are."""
         return small_clients_note(self.summary["preference_accuracy"])
 
     def pairs(self, client: str) -> int | None:
-        """How many pairs a client was evaluated on; ``None`` if the summary does not say."""
+        """Return the number of pairs that ``client`` was evaluated on; ``None`` if not recorded."""
         sizes = self.summary.get("clients", {}).get(client, {})
         value = sizes.get(self.split)
         return None if value is None else int(value)
 
     def spread(self, name: str) -> Spread:
-        """The spread of a figure over clients, after the last round.
+        """Return the spread of a per-client metric after the last round.
 
         Raises:
-            KeyError: the run has no such figure; the message lists those that it has.
+            KeyError: the run has no such metric.
         """
         if name not in self.figures:
-            raise _no_figure(name, self.figures)
+            raise _unknown_metric(name, self.figures)
         return spread(self.figures[name].values)
 
     def curve(self, name: str, of: str = "mean") -> tuple[list[int], list[float]]:
-        """The rounds in which a figure was measured, and its values there.
+        """Return the rounds in which a metric was measured, and its values.
 
         Args:
-            name: a figure of every client, a figure of the evaluation such as ``margin``, or a number of
-                the round's record.
-            of: ``"mean"``, ``"worst"`` or ``"worst_decile"`` of a figure of every client.
+            name: a per-client metric, a metric of the evaluation such as ``margin``, or a number in the
+                records of the rounds.
+            of: ``"mean"``, ``"worst"`` or ``"worst_decile"`` over clients, for a per-client metric.
+
+        Returns:
+            Two empty lists for a standard metric that the run did not measure.
 
         Raises:
-            KeyError: the run has no such figure; the message lists those that it has. A usual figure that
-                the run did not measure gives no points.
+            KeyError: the run has no such metric.
         """
         names = dict.fromkeys(key for r in self.rounds for key in (*r.get("evaluation", {}), *r))
         if name not in {*names, *self.figures, *_ROUND, *USUAL}:
-            raise _no_figure(name, [key for key in names if key not in ("round", "evaluation")])
+            raise _unknown_metric(name, [key for key in names if key not in ("round", "evaluation")])
         points: list[tuple[int, float]] = []
         for record in self.rounds:
             figure = record.get("evaluation", {}).get(name, record.get(name))
@@ -414,7 +395,7 @@ class RunRecord:
 
     @cached_property
     def own_figures(self) -> tuple[str, ...]:
-        """Names of the numbers that the method or the merge rule added to the rounds' records."""
+        """Names of the metrics that the method or the merge rule added to the records of the rounds."""
         usual = {"round", *_ROUND, *USUAL}
         names: dict[str, None] = {}
         for record in self.rounds:
@@ -426,9 +407,9 @@ class RunRecord:
 
 
 def read_run(path: str | Path) -> RunRecord:
-    """Read the finished run in a directory.
+    """Read a finished run.
 
-    It needs ``config.toml``, ``rounds.jsonl`` and ``summary.json``. The private folders ``checkpoint/`` and
+    The directory must have ``config.toml``, ``rounds.jsonl`` and ``summary.json``; ``checkpoint/`` and
     ``cache/`` may be missing.
 
     Raises:
@@ -441,38 +422,34 @@ def read_run(path: str | Path) -> RunRecord:
     config = path / "config.toml"
     if not config.exists():
         inside = _runs(path)
-        hint = f"; the runs in it: {', '.join(inside[:5])}" if inside else "; `prefed run FILE` makes one"
-        raise RunError(f"{path} is not a run directory: it holds no config.toml{hint}")
-    done: int | None = None
+        hint = f"; runs inside: {', '.join(inside[:5])}" if inside else "; start one: prefed run FILE"
+        raise RunError(f"{path} is not a run directory: it has no config.toml{hint}")
     checkpoint: RunReader | None = None
-    fingerprint: Mapping[str, str] = {}
-    if (path / "checkpoint/COMMIT.json").exists():
-        try:
-            # For whoever is not its owner the checkpoint is as good as missing.
-            with suppress(PermissionError):
-                checkpoint = RunReader(path)
-        except StoreError as error:
-            raise RunError(str(error)) from error
-    if checkpoint is not None:
-        done, fingerprint = checkpoint.commit.round, checkpoint.commit.fingerprint
-    if not (path / "summary.json").exists():
-        stood = "before its first round" if not done else f"after round {done}"
-        over_sites = (path / "federation.json").exists()
-        where = ["--out", str(path), *(["--hub", "HUB"] if over_sites else [])]
-        again = shlex.join(["prefed", "federate" if over_sites else "run", str(config), *where, "--resume"])
-        raise RunError(f"{path} is not finished: it stands {stood}; go on with it: {again}")
     try:
+        # Another user cannot read the checkpoint and does without it.
+        with suppress(PermissionError):
+            if (path / "checkpoint/COMMIT.json").exists():
+                checkpoint = RunReader(path)
+        if not (path / "summary.json").exists():
+            done = checkpoint.commit.round if checkpoint else 0
+            stopped = f"after round {done}" if done else "before the first round"
+            over_sites = (path / "federation.json").exists()
+            where = ["--out", str(path), *(["--hub", "HUB"] if over_sites else [])]
+            again = shlex.join(
+                ["prefed", "federate" if over_sites else "run", str(config), *where, "--resume"]
+            )
+            raise RunError(f"{path} is not finished: it stopped {stopped}; resume it: {again}")
         settings, summary = read_config(config), read_summary(path / "summary.json")
-        rounds = read_rounds(path / "rounds.jsonl", summary["rounds"])
+        rounds = _rounds(path / "rounds.jsonl", summary["rounds"])
         if checkpoint is not None:
             checkpoint.rounds()
-    except (ValueError, StoreError) as error:
+    except StoreError as error:
         raise RunError(str(error)) from error
-    return RunRecord(path, settings, rounds, summary, fingerprint)
+    return RunRecord(path, settings, rounds, summary, checkpoint.commit.fingerprint if checkpoint else {})
 
 
-def _no_figure(name: str, names: Iterable[str]) -> KeyError:
-    return KeyError(f"the run has no figure {name!r}; it has {', '.join(names)}")
+def _unknown_metric(name: str, names: Iterable[str]) -> KeyError:
+    return KeyError(f"the run has no metric {name!r}; available: {', '.join(names)}")
 
 
 def _runs(folder: Path) -> list[str]:
@@ -482,7 +459,7 @@ def _runs(folder: Path) -> list[str]:
 
 
 EXAMPLES = 4
-"""Prompts that are shown of a comparison or an alignment."""
+"""Number of example prompts shown for a comparison or an alignment."""
 
 
 @dataclass(frozen=True)
@@ -490,9 +467,8 @@ class Example:
     """Two responses to a prompt.
 
     Attributes:
-        first: the model's response; of a label the chosen one.
-        second: the other response.
-        outcome: in words.
+        first: the response of the model; in an alignment, the chosen one.
+        outcome: the verdict or the votes, as text.
     """
 
     prompt: str
@@ -503,11 +479,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A comparison by a judge, or an alignment.
+    """The result of a comparison by a judge, or of an alignment.
 
     Attributes:
-        summary: what its ``summary.json`` holds.
-        examples: of its first prompts, whatever came of them.
+        summary: the content of its ``summary.json``.
+        examples: those of the first prompts.
     """
 
     summary: Mapping[str, Any]
@@ -515,25 +491,20 @@ class Outcome:
 
 
 def judged_of(run: Path) -> list[Outcome]:
-    """The finished comparisons under ``RUN/judge``, by name.
-
-    For whoever may not read that folder there are none.
+    """Return the finished comparisons under ``RUN/judge`` that this user can read, by name.
 
     Raises:
         RunError: a file is damaged.
     """
-    try:
-        return [
-            Outcome(read_judged(path), _verdicts(path.with_name("verdicts.jsonl")))
-            for path in sorted((run / "judge").glob("*/summary.json"))
-            if os.access(path, os.R_OK)
-        ]
-    except ValueError as error:
-        raise RunError(str(error)) from error
+    return [
+        Outcome(_read(path, json.loads, _Judged), _verdicts(path.with_name("verdicts.jsonl")))
+        for path in sorted((run / "judge").glob("*/summary.json"))
+        if os.access(path, os.R_OK)
+    ]
 
 
 def alignment_of(run: Path) -> Outcome | None:
-    """The finished alignment under ``RUN/align``; ``None`` where there is none.
+    """Return the finished alignment under ``RUN/align``, or ``None``.
 
     Raises:
         RunError: a file is damaged.
@@ -541,16 +512,13 @@ def alignment_of(run: Path) -> Outcome | None:
     path = run / "align" / "summary.json"
     if not path.exists():
         return None
-    try:
-        return Outcome(read_alignment(path), _labels(path.with_name("labels.jsonl")))
-    except ValueError as error:
-        raise RunError(str(error)) from error
+    return Outcome(_read(path, json.loads, _Alignment), _labels(path.with_name("labels.jsonl")))
 
 
 def _verdicts(path: Path) -> tuple[Example, ...]:
-    first: dict[int, Verdict] = {}
-    for row in read_rows(path, Verdict):
-        # The rows stand in the order in which they were judged, and the last one of a prompt counts.
+    first: dict[int, _Verdict] = {}
+    for row in _rows(path, _Verdict):
+        # Rows are in the order of judging, and the last one of a prompt counts.
         first[row.row] = row
         if len(first) > EXAMPLES:
             del first[max(first)]
@@ -559,8 +527,8 @@ def _verdicts(path: Path) -> tuple[Example, ...]:
 
 
 def _labels(path: Path) -> tuple[Example, ...]:
-    first: dict[int, Label] = {}
-    for row in read_rows(path, Label):
+    first: dict[int, _Label] = {}
+    for row in _rows(path, _Label):
         first.setdefault(row.index, row)
         if len(first) == EXAMPLES:
             break
@@ -571,7 +539,7 @@ def _labels(path: Path) -> tuple[Example, ...]:
 
 
 def _text(prompt: str | list[dict[str, str]]) -> str:
-    """A prompt as people read it; the turns of a conversation below one another."""
+    """Format a prompt for display, one paragraph per turn of a conversation."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{turn.get('role', '')}: {turn.get('content', '')}" for turn in prompt)

@@ -1,4 +1,4 @@
-"""Where runs keep what they compute of the frozen model: each by itself, or runs that are alike together."""
+"""Where runs cache what they compute with the frozen model; equal runs can share a cache."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from prefed.core import files
 from prefed.core.strict_settings import flatten
 
 SHARED = "PREFED_REFERENCE"
-"""The environment variable that names a folder for all runs. ``prefed sweep`` sets it for its own."""
+"""Environment variable with a cache folder for all runs. ``prefed sweep`` sets it for its runs."""
 NOT_CACHED = {
     *("rounds", "cohort", "evaluate", "stop", "engine", "merge", "privacy", "fleet", "graph", "align"),
     "track",
 }
-"""Keys and tables of an experiment that nothing in ``cache/`` depends on."""
+"""Keys and tables of an experiment that do not affect ``cache/``."""
 _FREE = NOT_CACHED - {"evaluate"} | {"method"}
-"""Keys and tables in which alike runs may differ, but for the keys below. An evaluation decides in which
-groups pairs go through the model first.
+"""Keys and tables, except those below, in which runs that share a cache may differ. ``evaluate`` may not,
+since evaluations decide how pairs are batched first.
 """
 _FIXED = ("method.name", "engine.max_tokens")
 
 
 def reference_folder(experiment: Experiment, cache: Path) -> Path:
-    """The folder of a run's reference log-probabilities and of what else it computes of the frozen model.
+    """Return the cache folder for reference log-probabilities and other outputs of the frozen model.
 
-    Runs are alike that send the same pairs through the same model, in the same groups and order. Their
-    numbers are equal bit for bit, and several of them may write at once.
+    Runs share a folder if they process the same pairs with the same model, in the same batches and order.
+    Their values are bit-identical, and several runs may write at once.
 
     Args:
-        cache: the run's own folder, used where the variable is not set.
+        cache: the cache of the run, used if the environment variable is not set.
     """
     shared = os.environ.get(SHARED)
     if not shared:

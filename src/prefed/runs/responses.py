@@ -1,4 +1,4 @@
-"""What the models of runs respond to prompts: generated once, and kept."""
+"""Responses of the models of runs, generated once and stored in files."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from prefed.runs.tastes import any_taste, server_taste
 from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches, prompt_ids
 
 BATCH = 16
-"""Responses that are generated together."""
+"""Number of responses to generate together."""
 
 ALIGNED = Path(FOLDER) / "adapter"
-"""In a run directory: the adapter of the model that selectors aligned."""
+"""In a run directory: the adapter of the aligned model."""
 
 POLICY = Path(FOLDER) / "policy.safetensors"
-"""In a run directory: the tensors of an aligned model that takes a taste."""
+"""In a run directory: the tensors of an aligned model that takes tastes."""
 
 Progress = Callable[[str, int, int], None]
-"""Is called with what is being done, how much of it is done, and of how much."""
+"""Called with the name of an activity, the number of finished items, and of all items."""
 
 
 class Side(Protocol):
-    """One of the two whose texts are compared.
+    """One side of a comparison.
 
     Attributes:
-        name: for people, and for the names of files.
+        name: for display and file names.
     """
 
     name: str
 
     def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
-        """Row of a prompt → the text; prompts without one are absent."""
+        """Return row of a prompt → text; prompts without a text are absent."""
 
 
 @dataclass
@@ -63,24 +63,24 @@ class References:
     answers: Sequence[str]
 
     def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
-        """The answer of each prompt."""
+        """Return row of a prompt → answer."""
         return {prompt.row: answer for prompt, answer in zip(prompts, self.answers, strict=True)}
 
 
 @dataclass
 class ModelSide:
-    """A model that responds.
+    """A model that responds to prompts.
 
     Attributes:
-        name: for people, and for the names of files.
-        run: gives the form of prompts.
+        name: for display and file names.
+        run: determines the format of prompts.
         backbone: the frozen model.
-        tensors: what is laid over it (full layout).
-        identity: tells this model from any other.
+        tensors: the trained tensors (full layout).
+        identity: identifies the model.
         how: the sampling.
-        seed: of the draws.
-        raw: prompts are taken unchanged.
-        taste: ``[d_z]`` with which it responds, if it takes one.
+        seed: of the sampling.
+        raw: use prompts unchanged.
+        taste: ``[d_z]``, for a model that takes tastes.
     """
 
     name: str
@@ -94,13 +94,13 @@ class ModelSide:
     taste: torch.Tensor | None = None
 
     def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
-        """The response to each prompt that does not fill the model's window.
+        """Return the response to each prompt that leaves room in the model's context.
 
-        Responses are appended to a file in ``folder``, whose name has a digest of all that they depend on.
-        What it holds is not generated again.
+        Responses are appended to a file in ``folder``, with a digest of their inputs in its name, and are not
+        generated again.
 
         Raises:
-            RunError: another process writes to that file.
+            RunError: another process writes to the file.
         """
         ids = {row.row: self.ids(row.prompt) for row in prompts}
         about = {**self.identity, **self.how.model_dump(), "seed": self.seed, "ids": ids}
@@ -115,10 +115,10 @@ class ModelSide:
     def _responses(
         self, ids: Mapping[int, list[int]], done: Collection[int]
     ) -> Iterator[list[tuple[int, str | None]]]:
-        """Row and response of each prompt, batch by batch; ``None`` for a prompt that fills the window.
+        """Yield batches of rows and responses; ``None`` for a prompt that fills the context.
 
-        A batch is left out if all of it is done. Batches do not depend on what is done, because the number of
-        sequences in a batch may change a last digit.
+        Finished batches are skipped. Batches do not depend on ``done``, because the number of sequences in a
+        batch may change the last digits.
         """
         backbone, key = self.backbone, Key(self.seed).at("judge")
         window = backbone.window
@@ -141,7 +141,7 @@ class ModelSide:
             yield [(row, text) for row, text in zip(names, texts, strict=True) if row not in done]
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; unless it is taken unchanged, a text has the form of the run's data."""
+        """Tokenise a prompt; a plain text gets the format of the run's data unless ``raw`` is set."""
         if isinstance(prompt, str):
             prompt = as_prompt(prompt, self._example, raw=self.raw)
         return prompt_ids(self.backbone.tokenizer, self._template, prompt)
@@ -157,42 +157,40 @@ class ModelSide:
 
 
 class Models:
-    """The models of a run that respond to prompts."""
+    """The models of a run, as sides of a comparison."""
 
     def __init__(self, run: LoadedRun, how: Sampling, *, seed: int = 0, raw: bool = False) -> None:
         self._run, self._how, self._seed, self._raw = run, how, seed, raw
 
     @property
     def aligned(self) -> bool:
-        """Whether selectors have aligned a model in this run."""
+        """Whether the run has an aligned model."""
         return (self._run.record.path / ALIGNED).is_dir()
 
     @property
     def takes_tastes(self) -> bool:
-        """Whether the aligned model takes a taste."""
+        """Whether the aligned model takes tastes."""
         return self.aligned and (self._run.record.path / POLICY).is_file()
 
     def own(self, client: str | None, taste: str | None = None) -> ModelSide:
-        """The aligned model where the run has one, else the published one; with ``client`` that client's own.
+        """Return the aligned model if any, else the shared one, or the personal one of ``client``.
 
-        An aligned model that takes a taste is taken at that of the population, or with ``client`` at what
-        this client told of its own.
+        An aligned model that takes tastes uses that of the population, or the one that ``client`` sent.
 
         Args:
-            taste: at another taste, a name of :mod:`prefed.runs.tastes`. With ``infer:N`` ``client``
-                says whose pairs tell it, and the run is loaded with its data.
+            taste: use another taste, a name as in :mod:`prefed.runs.tastes`. For ``infer:N``, ``client`` is
+                the owner of the pairs, and the run must be loaded with its data.
 
         Raises:
-            RunError: the run has no such model, client or taste, or it has selectors alone, which write no
-                text.
-            ValueError: see :func:`prefed.runs.tastes.any_taste`.
+            RunError: the run has no such model, client or taste, or only selectors, which generate no text.
+            ValueError: as :func:`prefed.runs.tastes.any_taste`.
         """
         run = self._run
         name = run.record.name
         if taste is not None and not self.takes_tastes:
             raise RunError(
-                f"{run.record.path}: no model of it takes a taste; align one: prefed align {run.record.path} "
-                "--prompts FILE --set align.tastes=posteriors, with a run of fedvpl or fedvpa"
+                f"{run.record.path} has no model that takes tastes; with a run of fedvpl or fedvpa: "
+                f"prefed align {run.record.path} --prompts FILE --set align.tastes=posteriors"
             )
         if self.takes_tastes and (taste or client) is not None:
             return self._tasting(client, taste)
@@ -202,12 +200,12 @@ class Models:
             return self._side(f"{name}, aligned", backbone, backbone.reference, identity)
         if run.method.reads == "choice" and self.aligned:
             raise RunError(
-                f"{run.record.path}: {run.method.name} gives no client a model that writes text; without "
-                "--client the aligned model is taken"
+                f"{run.record.path}: clients of {run.method.name} have no model that generates text; leave "
+                "out --client to use the aligned model"
             )
         if run.method.reads == "choice":
             raise RunError(
-                f"{run.record.path}: {run.method.name} trains selectors, which write no text; "
+                f"{run.record.path}: {run.method.name} trains selectors, which generate no text; "
                 f"align a model with them first: prefed align {run.record.path} --prompts FILE"
             )
         if client is None:
@@ -215,24 +213,23 @@ class Models:
         return self._laid_over(f"{name}, {client}", run.model(client))
 
     def aligned_at(self, client: str | None, taste: str | None = None) -> ModelSide:
-        """The aligned model; one that takes a taste at that one, as :meth:`own`, which raises the same.
+        """Return the aligned model, with a taste if it takes one; see :meth:`own`.
 
         Raises:
-            RunError: the run has none, or it takes no taste and one is named.
+            RunError: the run has no aligned model, or it takes no taste and one is given.
         """
         run = self._run
         if not self.aligned and taste is None:
             raise RunError(
-                f"{run.record.path} has no aligned model: prefed align {run.record.path} --prompts FILE"
+                f"{run.record.path} has no aligned model; align one: prefed align {run.record.path} "
+                "--prompts FILE"
             )
         if client is not None and not self.takes_tastes:
-            raise RunError(
-                f"{run.record.path}: its aligned model takes no taste of a client: leave out --client"
-            )
+            raise RunError(f"{run.record.path}: the aligned model takes no tastes; leave out --client")
         return self.own(client, taste)
 
     def shared(self, client: str) -> ModelSide:
-        """The model that the server publishes to a client, without any client's own parts.
+        """Return the model that the server publishes to a client, without personal parts.
 
         Raises:
             RunError: there is no such client, or the method shares no model.
@@ -242,13 +239,13 @@ class Models:
             return self.own(None)
         published = run.method.publish(run.server, run.check(client))
         if not published.tensors or run.method.reads == "choice":
-            raise RunError(f"{run.record.path}: {run.method.name} shares no model that writes text")
+            raise RunError(f"{run.record.path}: {run.method.name} shares no model that generates text")
         return self._laid_over(f"{run.record.name}, shared", run.job.shared(published))
 
     def save_adapter(self, side: ModelSide, folder: Path) -> None:
-        """Write the aligned model at the taste of ``side`` as a PEFT adapter for the base model."""
+        """Write the aligned model, with the taste of ``side``, as a PEFT adapter for the base model."""
         if side.taste is None:
-            # Its weights have the adapter already.
+            # The adapter is already merged into the weights of ``side``.
             with atomic_folder(folder) as partial:
                 for item in (self._run.record.path / ALIGNED).iterdir():
                     shutil.copyfile(item, partial / item.name)
@@ -257,7 +254,7 @@ class Models:
         save_over_start(side.backbone, side.tensors, start, folder, side.taste)
 
     def base(self) -> ModelSide:
-        """The untouched model: the one that the aligned adapter is for, or the run's."""
+        """Return the untouched model: the base model of the alignment, or of the run."""
         run = self._run
         if self.aligned and self._model != run.experiment.model:
             backbone = load_base(self._model, run.experiment.seed, None)
@@ -284,7 +281,7 @@ class Models:
 
     @cached_property
     def _policy(self) -> tuple[Backbone, Tensors]:
-        """The policy that takes a taste."""
+        """The aligned model that takes tastes, and its tensors."""
         experiment, folder = self._run.experiment, self._run.record.path / FOLDER
         model = self._model.model_copy(update={"variational": experiment.model.variational})
         backbone = load_policy(model, experiment.seed, folder, TASTING)
@@ -292,7 +289,7 @@ class Models:
 
     @cached_property
     def _model(self) -> ModelConfig:
-        """The model that the run's alignment began with."""
+        """The base model of the alignment."""
         model = (stored_settings(self._run.record) or {}).get("model")
         return self._run.experiment.model if model is None else ModelConfig.model_validate(model)
 
@@ -315,11 +312,11 @@ class Models:
 
 
 def slug(text: str) -> str:
-    """A text as part of a file's name.
+    """Convert a text to a part of a file name.
 
     >>> slug("endpoint:org/model:free"), slug("run, Zoë")
     ('endpoint-org-model-free', 'run-Zoë')
     """
     name = "-".join("".join(c if c.isalnum() or c in "._" else " " for c in text).split())[:80]
-    # File systems count bytes, and a letter has up to four.
+    # File systems limit bytes, and a character has up to four.
     return name.encode()[:160].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""From an experiment to a finished run directory."""
+"""Run an experiment, up to a finished run directory."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class RunResult:
     """A finished run.
 
     Attributes:
-        summary: what ``summary.json`` holds.
+        summary: the content of ``summary.json``.
         server: the server's state after the last round.
-        adapter: the folder of the shared adapter. ``None`` if the method shares no model or several, or if no
-            adapter can hold the model.
-        adapters: the folders of all shared adapters: that one, or one for each selector.
+        adapter: the folder of the shared adapter; ``None`` if the method shares no model or several, or if
+            the model cannot be saved as an adapter.
+        adapters: the folders of all shared adapters: the one above, or one for each selector.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class RunResult:
 
     @cached_property
     def rounds(self) -> list[RoundRecord]:
-        """What ``rounds.jsonl`` holds, one record per round; read when asked for."""
+        """The content of ``rounds.jsonl``, one record per round."""
         return RunReader(self.path).rounds()
 
 
@@ -98,36 +98,36 @@ def run(
 ) -> RunResult:
     """Run an experiment to its end.
 
-    A run that was killed or interrupted at any moment can be resumed. It then ends with the same numbers as a
-    run without interruption.
+    A run that was killed or interrupted can be resumed, and then ends with the same numbers as a run without
+    interruption.
 
     Args:
-        experiment: the experiment. Its relative paths start at the working folder.
-        out: the run directory, new or empty; by default :func:`default_out`. It is removed again if the
-            experiment fails before its first round.
+        experiment: relative paths in it start at the working directory.
+        out: the run directory, new or empty; defaults to :func:`default_out`. It is removed if the experiment
+            fails before its first round.
         resume: continue the run in ``out``, which must exist. ``resume=out.exists()`` starts a new run or
-            continues the existing one. ``rounds`` may be raised, ``engine.workers`` and
-            ``engine.visit_timeout`` may change, ``engine.name`` and ``engine.ray`` too, and data and model
-            may have moved. ``[track]`` and ``[align]`` may change too, but a stage of the alignment that was
-            done with other settings is refused. All other settings must be the same.
+            continues the existing one. ``rounds`` may be raised; ``engine.name``, ``engine.ray``,
+            ``engine.workers``, ``engine.visit_timeout``, ``[track]`` and the paths of data and model may
+            change, and so may ``[align]`` unless a stage was done with other settings. All other settings
+            must be the same.
         progress: show the progress on the terminal.
-        callbacks: receive the events of the run, in this order. An exception from one of them ends the run.
-            Committed rounds are kept.
-        page: makes the page about the run in a directory, for the tools of ``[track]``; left out: they get no
-            page. ``prefed run`` gives :func:`prefed.ui.pages.page.public_page`.
+        callbacks: receive the events of the run, in this order. An exception from one of them ends the run;
+            committed rounds are kept.
+        page: renders the page of a run directory for the trackers of ``[track]``; ``prefed run`` passes
+            :func:`prefed.ui.pages.page.public_page`.
 
     Raises:
-        TypeError: ``callbacks`` is no list of :class:`~prefed.core.Callback` instances.
-        StoreError: ``out`` is in use, not empty, damaged, or holds no run to resume; or the data or the model
+        TypeError: ``callbacks`` is not a list of :class:`~prefed.core.Callback` instances.
+        StoreError: ``out`` is in use, not empty, damaged, or has no run to resume; or the data or the model
             changed.
-        OSError: a file cannot be written, for example on a full disk. Committed rounds can be resumed.
+        OSError: a file cannot be written, e.g. because the disk is full. Committed rounds can be resumed.
         ConfigError: the run in ``out`` has other settings.
         DataError, ModelError: the data or the model cannot be used.
-        TrackerError: a tool of ``[track]`` cannot be used on this machine.
-        RoundError: no client answered in a round, or none could be evaluated after the last.
-        AlignError: the alignment after the rounds cannot go on.
-        WorkerError: ``engine.devices`` names one that is not there; a worker process died or took longer than
-            ``engine.visit_timeout``; or with the engine ``ray``, its package is missing, the cluster is too
+        TrackerError: a tracker of ``[track]`` cannot be used on this machine.
+        RoundError: no client answered in a round, or none could be evaluated after the last one.
+        AlignError: the alignment failed.
+        WorkerError: a device in ``engine.devices`` does not exist; a worker process died or exceeded
+            ``engine.visit_timeout``; or, with engine ``ray``, the package is missing, the cluster is too
             small or has no machine left, or a visit has lost several actors.
     """
     path = Path(out) if out is not None else default_out(experiment)
@@ -138,7 +138,7 @@ def run(
         callbacks = [Terminal(), *callbacks]
     check_backend(experiment.engine.name)
     if numbers := check_devices(experiment.engine.devices or ()):
-        # The model of this process lies on the first.
+        # This process uses the first device.
         torch.cuda.set_device(numbers[0])
     if experiment.align is not None:
         from prefed.runs.align import align, check_alignment
@@ -152,7 +152,7 @@ def run(
 
 
 def _finish(experiment: Experiment, writer: RunWriter, callback: Callback) -> State:
-    """Run the rounds that are left. Gives the server's state after the last."""
+    """Run the remaining rounds, and return the server's state after the last one."""
     experiment = reconcile(experiment, writer)
     ended = writer.round == experiment.rounds or writer.stopped
     finished = ended and (writer.path / "summary.json").exists()
@@ -161,7 +161,7 @@ def _finish(experiment: Experiment, writer: RunWriter, callback: Callback) -> St
     else:
         update_config(experiment, writer)
         rounds = pluralize(writer.round, "round", "rounds")
-        callback.on_note(f"{writer.path} holds a finished run of {rounds}: nothing was left to do")
+        callback.on_note(f"the run in {writer.path} is already finished ({rounds})")
     return decode_state(writer.server())
 
 
@@ -190,12 +190,12 @@ def conclude(
     tastes: dict[str, Any] | None = None,
     **more: Any,
 ) -> None:
-    """Write what a run leaves after its last round: the shared adapters and ``summary.json``.
+    """Write the shared adapters and ``summary.json`` after the last round.
 
     Args:
         profiles: from :func:`~prefed.runs.summary.read_profiles`.
         tastes: the content of ``tastes.json``.
-        more: further entries of the summary, or other values of its own.
+        more: entries that are added to the summary, or replace entries.
     """
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
@@ -205,7 +205,7 @@ def conclude(
 
 
 def _begin(experiment: Experiment, writer: RunWriter) -> Job:
-    """Build the job, and commit round 0. A resumed run must have the same data and model."""
+    """Build the job, and commit round 0 or check that data and model of a resumed run are unchanged."""
     job = build_in_cache(writer, lambda cache: build_job(experiment, cache))
     if experiment.align is not None:
         from prefed.runs.align import check_named_tastes
@@ -218,7 +218,7 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
 def _tastes(
     experiment: Experiment, job: Job, server: State, states: ClientStates | None
 ) -> dict[str, Any] | None:
-    """The content of ``tastes.json``; ``None`` where the method has no tastes, or states are elsewhere."""
+    """Return the content of ``tastes.json``; ``None`` without tastes or local private states."""
     if job.method.infer is None or states is None:
         return None
     from prefed.runs.tastes import measured_tastes
@@ -246,7 +246,7 @@ def _save_adapters(job: Job, server: State, path: Path, callback: Callback) -> N
         try:
             job.trainers.save_adapter(model, path / ADAPTERS / name)
         except ModelError as error:
-            callback.on_warning(f"no adapter is saved: {error}")
+            callback.on_warning(f"no adapter was saved: {error}")
             return
 
 

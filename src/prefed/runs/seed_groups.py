@@ -1,4 +1,4 @@
-"""Runs that differ in their seed are one case; cases compared: over seeds, seed by seed, client by client."""
+"""Group runs that differ only in their seed into cases, and compare cases by seed and by client."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from prefed.runs.record import RunError, RunRecord, read_run
 from prefed.train.metrics import seed_interval
 
 _UNLIKE = ("seed", "engine.")
-"""Settings in which runs may always differ."""
+"""Settings that may differ within a case."""
 
 
 def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """The finished runs among ``paths`` and in the folders below them, such as those of ``prefed sweep``.
-
-    A run that is named by itself must be finished; in a folder, those that are not are left out.
+    """Return the finished runs in ``paths`` and in folders below them, e.g. those of ``prefed sweep``.
 
     Raises:
-        RunError: a named run is not finished, or there is none at all.
+        RunError: a path is a run that is not finished, or there is no finished run.
     """
     found: dict[Path, RunRecord] = {}
     for path in paths:
@@ -37,7 +35,7 @@ def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
             inside = [file.parent for file in configs if (file.parent / "summary.json").exists()]
         found |= {each.resolve(): read_run(each) for each in inside if each.resolve() not in found}
     if not found:
-        raise RunError(f"{', '.join(map(str, paths))}: no finished run lies there")
+        raise RunError(f"no finished run in {', '.join(map(str, paths))}")
     return list(found.values())
 
 
@@ -49,15 +47,15 @@ class Case:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seed of each run."""
+        """The seeds of the runs."""
         return tuple(run.seed for run in self.runs)
 
     def over_rounds(
         self, name: str, of: str = "mean"
     ) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
-        """The rounds in which all runs have a number of the log, and ``[runs, rounds]`` its values.
+        """Return the rounds in which all runs have a metric, and its values, ``[runs, rounds]``.
 
-        ``of`` is that of :meth:`~prefed.runs.record.RunRecord.curve`.
+        The arguments are those of :meth:`~prefed.runs.record.RunRecord.curve`.
         """
         values_of = [dict(zip(*run.curve(name, of), strict=True)) for run in self.runs]
         rounds = sorted(set.intersection(*map(set, values_of)))
@@ -65,9 +63,9 @@ class Case:
 
 
 def cases(runs: Sequence[RunRecord]) -> list[Case]:
-    """The runs, those together that differ only in their seed, in the order of the first of each.
+    """Group runs into cases, in the order of their first runs.
 
-    Two runs of the same settings and the same seed are in two cases.
+    Two runs with the same settings and the same seed are in different cases.
     """
     found: dict[tuple[str, int], list[RunRecord]] = {}
     seen: Counter[tuple[str, int]] = Counter()
@@ -80,18 +78,18 @@ def cases(runs: Sequence[RunRecord]) -> list[Case]:
 
 
 ACCURACIES = ("preference_accuracy", "reward_accuracy")
-"""The figures that runs are compared by: of policies or choices, and the one adjusted by the reference."""
+"""The metrics for comparing runs; the second is adjusted by the reference model."""
 FIXED = ("column", "source")
-"""Partitions that give a client the same pairs whatever the seed."""
+"""Partitions in which the pairs of a client do not depend on the seed."""
 
 
 @dataclass(frozen=True)
 class Folded:
-    """A figure over the runs of a case.
+    """A metric over the runs of a case.
 
     Attributes:
-        std: sample standard deviation; ``None`` of one run.
-        n: the number of runs.
+        std: sample standard deviation; ``None`` for one run.
+        n: number of runs.
     """
 
     mean: float
@@ -100,7 +98,7 @@ class Folded:
 
 
 def fold(values: Sequence[float]) -> Folded:
-    """Mean and sample standard deviation.
+    """Compute mean and sample standard deviation.
 
     >>> fold([0.7, 0.8, 0.9])
     Folded(mean=0.8, std=0.1, n=3)
@@ -112,7 +110,7 @@ def fold(values: Sequence[float]) -> Folded:
 
 
 def by_seed(case: Case, name: str, of: str = "mean") -> dict[int, float]:
-    """Seed → a figure after the last round, of the runs that have it.
+    """Return seed → a metric after the last round, for the runs that have it.
 
     Args:
         of: ``"mean"``, ``"worst"`` or ``"worst_decile"`` over clients.
@@ -122,14 +120,11 @@ def by_seed(case: Case, name: str, of: str = "mean") -> dict[int, float]:
 
 
 def spent(case: Case, what: str) -> dict[int, float]:
-    """Round → what was spent by its end, mean over the runs.
+    """Return round → cost up to its end, mean over the runs; empty if a run did not record it.
 
     Args:
-        what: ``"bytes"`` in both directions, ``"seconds"`` on the machine that ran it, or ``"time"``, the
-            virtual seconds of a ``[fleet]``.
-
-    Returns:
-        Nothing where a run does not say it.
+        what: ``"bytes"`` in both directions, ``"seconds"`` of computation, or ``"time"``, the virtual seconds
+            of a simulated fleet.
     """
     columns = []
     for run in case.runs:
@@ -146,9 +141,9 @@ def spent(case: Case, what: str) -> dict[int, float]:
 
 
 def reference_case(known: Sequence[Case]) -> int:
-    """The case that others are compared with: of those without models of clients' own that with most seeds.
+    """Return the index of the case that others are compared with.
 
-    The first of several such; of all cases, where each has models of clients' own.
+    It is the case with most seeds among those without personal models, or among all if there is none.
     """
     personal = ["shared_accuracy" in case.runs[0].figures for case in known]
     return min(range(len(known)), key=lambda k: (personal[k], -len(known[k].runs)))
@@ -156,14 +151,14 @@ def reference_case(known: Sequence[Case]) -> int:
 
 @dataclass(frozen=True)
 class Paired:
-    """How much higher a figure is in a case than in another one, seed by seed.
+    """Difference of a metric between two cases, paired by seed.
 
     Attributes:
         differences: seed → difference.
-        t: p of the paired t-test, two-sided: the differences come from a normal distribution of mean 0.
-        wilcoxon: p of Wilcoxon's signed-rank test, two-sided.
+        t: p-value of the two-sided paired t-test.
+        wilcoxon: p-value of Wilcoxon's two-sided signed-rank test.
 
-    Both are ``None`` for fewer than two seeds and for differences that are all alike.
+    Both p-values are ``None`` for fewer than two seeds and for equal differences.
     """
 
     differences: Mapping[int, float]
@@ -177,14 +172,14 @@ class Paired:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of their mean over seeds; ``None`` where there is no t-test."""
+        """95% confidence interval of the mean difference; ``None`` without a t-test."""
         return None if self.t is None else seed_interval(list(self.differences.values()))
 
 
 def paired(case: Case, other: Case, name: str, of: str = "mean") -> Paired | None:
-    """Compare two cases on the seeds that both have; ``None`` where they have none in common.
+    """Compare two cases on their common seeds; ``None`` without any.
 
-    A seed draws the same splits, cohorts and starts in both, so what it adds to both cancels out.
+    A seed gives both cases the same splits, cohorts and initial values, so its effect on both cancels out.
     """
     mine, theirs = by_seed(case, name, of), by_seed(other, name, of)
     seeds = [seed for seed in mine if seed in theirs]
@@ -196,14 +191,14 @@ def paired(case: Case, other: Case, name: str, of: str = "mean") -> Paired | Non
     from scipy import stats  # takes half a second
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few seeds, which the page says in its own words
+        warnings.simplefilter("ignore")  # of few seeds, which pages report
         first, second = ([values[seed] for seed in seeds] for values in (mine, theirs))
         t, signed = stats.ttest_rel(first, second).pvalue, stats.wilcoxon(first, second).pvalue
     return Paired(differences, float(t), float(signed))
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p-values of several tests, adjusted so that one false alarm among all is as rare as in one test.
+    """Adjust the p-values of several tests with Holm's method, which controls the family-wise error rate.
 
     Source: Holm, A simple sequentially rejective multiple test procedure (1979).
 
@@ -218,34 +213,34 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def fixed_clients(known: Sequence[Case]) -> bool:
-    """Whether a client's name means the same pairs in every run, or each case has one and the same seed."""
+    """Whether clients of the same name have the same pairs in all runs."""
     seeds = {seed for case in known for seed in case.seeds}
     partitions = {run.config["data"].get("partition", {}).get("by") for case in known for run in case.runs}
     return len(seeds) == 1 or partitions <= set(FIXED)
 
 
 def by_client(case: Case, name: str, *, fixed: bool) -> dict[str, float]:
-    """Client → a figure after the last round.
+    """Return client → a metric after the last round.
 
     Args:
-        fixed: a client's figure is the mean over seeds. Otherwise each seed has clients of its own.
+        fixed: average a client over seeds. Otherwise, clients of different seeds are different clients.
     """
     return _means(_each(case, name), fixed)
 
 
 def gains(case: Case, other: Case, name: str, *, fixed: bool, against: str | None = None) -> dict[str, float]:
-    """Client → how much higher its figure is in ``case`` than in ``other``, on the seeds that both have.
+    """Return client → difference of a metric between ``case`` and ``other`` on their common seeds.
 
     Args:
         fixed: as for :func:`by_client`.
-        against: the figure of ``other``; left out: the same.
+        against: the metric of ``other``; defaults to ``name``.
     """
     mine, theirs = _each(case, name), _each(other, against or name)
     return _means({key: mine[key] - theirs[key] for key in mine if key in theirs}, fixed)
 
 
 def _each(case: Case, name: str) -> dict[tuple[str, int], float]:
-    """Client and seed → figure."""
+    """Return (client, seed) → metric."""
     return {
         (client, run.seed): value
         for run in case.runs

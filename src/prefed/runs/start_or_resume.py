@@ -1,4 +1,4 @@
-"""What ``run``, ``federate`` and ``peer`` share: a run directory is opened, its run started or resumed."""
+"""Start or resume a run in its directory; used by ``run``, ``federate`` and ``peer``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import torch
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.core import Callback, Callbacks, files
 from prefed.core.strict_settings import flatten
+from prefed.core.text import pluralize
 from prefed.core.wire import encode
 from prefed.data import DataMismatchError
 from prefed.engines import Job
@@ -31,30 +32,28 @@ from prefed.store.directory import LOG
 from prefed.trackers.log import RunLog
 
 _PLACES = ("data.*.path", "model.name", "method.reward_model", "fleet.trace", "graph.file")
-"""Settings that say where data, models, traces and graphs lie."""
+"""Settings that are paths of data, models, traces and graphs."""
 
 _CHANGEABLE = {
     *("engine.name", "engine.workers", "engine.visit_timeout", "engine.devices", "model.checkpointing"),
 }
-"""Settings that change no number. A resumed run may have others."""
-
-_REMEDY = "put a copy of it back, or start a new run with another --out"
+"""Settings that do not affect results and may change when a run is resumed."""
 
 
 def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False) -> Experiment:
-    """Check an experiment against the run in a directory, and write ``config.toml`` if there is none.
+    """Check an experiment against the run in a directory, and write ``config.toml`` if it is missing.
 
     Before the first round, another experiment replaces the one in the directory.
 
     Args:
-        begun: the run has begun, even if it has no round: no other experiment replaces it.
+        begun: do not replace the experiment, even before the first round.
 
     Returns:
-        The experiment with its number of threads, and what follows the number of rounds, filled in.
+        The experiment with the number of threads, and the defaults that depend on ``rounds``, filled in.
 
     Raises:
-        ConfigError: the directory holds a run of another experiment.
-        StoreError: ``config.toml`` changed since the run began.
+        ConfigError: the directory contains a run of another experiment.
+        StoreError: ``config.toml`` was edited after the start of the run.
     """
     config = writer.config()
     begun = begun or writer.round > 0
@@ -66,7 +65,9 @@ def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False)
     try:
         stored = None if config is None else Experiment.from_tables(config, f"{writer.path / 'config.toml'}")
     except ConfigError as error:
-        raise StoreError(f"{error}\n{_REMEDY}") from error
+        raise StoreError(
+            f"{error}\nrestore config.toml from a backup, or start a new run with another --out"
+        ) from error
     experiment = with_threads(fitted(experiment, stored), stored)
     if begun:
         _check_digest(config, experiment, writer)
@@ -78,12 +79,12 @@ def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False)
 
 
 def moved(experiment: Experiment, writer: RunWriter) -> bool:
-    """Whether data or model of the run lie elsewhere than its ``config.toml`` says."""
+    """Whether paths of data or models differ from those in the ``config.toml`` of the run."""
     return any(is_place(name) for name in differing(writer.config() or {}, experiment.tables()))
 
 
 def update_config(experiment: Experiment, writer: RunWriter) -> None:
-    """Write what a resumed run may change into ``config.toml``, once its fingerprint is compared."""
+    """Write settings that may change on resume to ``config.toml``. Call it after the fingerprints match."""
     config = writer.config() or {}
     updated = _updated(config, experiment.tables())
     if updated != config:
@@ -91,14 +92,14 @@ def update_config(experiment: Experiment, writer: RunWriter) -> None:
 
 
 def reset_run(writer: RunWriter, *, keep_cache: bool = False) -> None:
-    """Delete what a run wrote before its first round, but for ``cache/`` with ``keep_cache``."""
+    """Delete what a run wrote before its first round; ``keep_cache`` keeps ``cache/``."""
     writer.forget()
     if not keep_cache:
         shutil.rmtree(writer.path / "cache", ignore_errors=True)
 
 
 def is_place(name: str) -> bool:
-    """Whether a setting says where data or a model lie.
+    """Whether a setting is the path of data or of a model.
 
     >>> is_place("data.train.path"), is_place("data.train.code.path"), is_place("data.train.format")
     (True, True, False)
@@ -107,7 +108,7 @@ def is_place(name: str) -> bool:
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted name → both values of each setting that differs; an absent setting counts as ``None``.
+    """Return dotted name → both values for each setting that differs; a missing setting counts as ``None``.
 
     >>> differing({"seed": 1, "method": {"lr": 0.1}}, {"seed": 2, "method": {"lr": 0.1}})
     {'seed': (1, 2)}
@@ -118,7 +119,7 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 
 
 def settings_digest(config: Mapping[str, Any]) -> str:
-    """The digest of those settings of a ``config.toml`` that a resumed run must share."""
+    """Return the digest of the settings in a ``config.toml`` that must not change on resume."""
     settings = {
         name: value for name, value in flatten(config).items() if name != "rounds" and not _may_change(name)
     }
@@ -126,9 +127,9 @@ def settings_digest(config: Mapping[str, Any]) -> str:
 
 
 def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experiment:
-    """Fill in the settings that follow the number of rounds, as the stored run has them if there is one.
+    """Fill in the defaults that depend on ``rounds``.
 
-    So a run whose rounds are raised keeps those that it was begun with.
+    Values of ``stored`` take precedence, so that a run with raised ``rounds`` keeps its original values.
     """
     left_out = experiment.method.settings
     settings = left_out.for_rounds(experiment.rounds)
@@ -141,9 +142,9 @@ def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experime
 
 
 def with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:
-    """Fill in the number of threads: the stored run's, or the machine's shared out over the workers.
+    """Fill in the number of threads: that of the stored run, or the cores divided by the workers.
 
-    Nobody knows how many workers each machine of a cluster will have: there it is one.
+    On a Ray cluster it is one, since the number of workers per machine is unknown.
     """
     engine = experiment.engine
     if engine.threads is not None:
@@ -155,22 +156,22 @@ def with_threads(experiment: Experiment, stored: Experiment | None) -> Experimen
 
 
 def _check_digest(config: Mapping[str, Any] | None, experiment: Experiment, writer: RunWriter) -> None:
-    """Refuse a changed ``config.toml``, and other settings where the file is missing."""
+    """Check that ``config.toml`` was not edited or, if it is missing, that the settings are the same."""
     digest = writer.commit.settings if writer.commit else None
     if digest is None or settings_digest(experiment.tables() if config is None else config) == digest:
         return
     path, asked = writer.path / "config.toml", experiment.tables()
     if config is None:
         raise StoreError(
-            f"{path} is missing, and the settings asked for are not those that its run was begun with; "
-            "put a copy of config.toml back, resume with the settings of that start, or start a new run with "
-            "another --out"
+            f"{path} is missing, and the given settings are not the original ones of the run; restore "
+            "config.toml from a backup, resume with the original settings, or start a new run with another "
+            "--out"
         )
     if settings_digest(asked) != digest:
         raise StoreError(
-            f"{path} was edited since its run began, and the settings asked for are not those of that start "
-            "either. Put a copy of config.toml back as the run wrote it, resume with the experiment file and "
-            "--set that it was begun with, or start a new run with another --out"
+            f"{path} was edited after the start of the run, and the given settings are not the original ones "
+            "either; restore config.toml from a backup, resume with the original experiment file and --set "
+            "options, or start a new run with another --out"
         )
     lines = [
         f"  {name}: {begun!r} → {edited!r}"
@@ -178,15 +179,15 @@ def _check_digest(config: Mapping[str, Any] | None, experiment: Experiment, writ
         if name != "rounds" and not _may_change(name)
     ]
     raise StoreError(
-        f"{path} was edited since its run began (begun with → edited):\n"
+        f"{path} was edited after the start of the run (original → edited):\n"
         + "\n".join(lines)
-        + "\nA run keeps its settings. Delete config.toml and resume as now: it is written again as it was. "
-        "For other settings start a new run with another --out"
+        + "\nTo resume the run, delete config.toml and repeat this command, which writes the original file "
+        "again. For other settings, start a new run with another --out"
     )
 
 
 def _check_settings(stored: Experiment, experiment: Experiment, writer: RunWriter) -> None:
-    """Refuse to resume a run with other settings; the message names each."""
+    """Check that a run is resumed with the same settings."""
     changed = differing(stored.tables(), experiment.tables())
     lines = [
         f"  {name}: {before!r} → {after!r}"
@@ -196,18 +197,18 @@ def _check_settings(stored: Experiment, experiment: Experiment, writer: RunWrite
     ]
     if lines:
         raise ConfigError(
-            f"the run in {writer.path} was begun with other settings (run → asked for):\n"
+            f"the run in {writer.path} has other settings (run → given):\n"
             + "\n".join(lines)
-            + "\nresume it with its own (rounds may be raised, engine.workers and engine.visit_timeout may "
-            "change, engine.name and engine.ray too), or start another with --out"
+            + "\nresume it with its own settings (rounds may be raised; engine.name, engine.ray, "
+            "engine.workers and engine.visit_timeout may change), or start a new run with another --out"
         )
 
 
 def _may_change(name: str) -> bool:
-    """Whether a resumed run may have another value of a setting, whatever the value.
+    """Whether a setting may have any other value when a run is resumed.
 
-    Other data or another model at a new place are found by their fingerprints. The commit has no fingerprint
-    of the reward model, so its place may not change. The stages of an alignment have manifests of their own.
+    Paths may change, since fingerprints detect other data or another model. There is no fingerprint of the
+    reward model, so its path must stay. The stages of an alignment check their own settings.
     """
     if _changes_nothing(name) or name.partition(".")[0] == "align":
         return True
@@ -215,14 +216,14 @@ def _may_change(name: str) -> bool:
 
 
 def _changes_nothing(name: str) -> bool:
-    """Whether a setting is one of those, of the engine and of trackers, that change no number."""
+    """Whether a setting, of the engine or of trackers, does not affect results."""
     return name in _CHANGEABLE or name.startswith(("engine.ray", "track."))
 
 
 def _updated(stored: Mapping[str, Any], experiment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The stored settings, with ``rounds`` and whatever may change from ``experiment``.
+    """Merge the stored settings with ``rounds`` and the changeable settings of ``experiment``.
 
-    The rest stays as it was written, even if this version has more defaults to fill in.
+    All others stay as written, even if this version has additional defaults.
     """
     updated: dict[str, Any] = {}
     for key in {**stored, **experiment}:
@@ -248,21 +249,21 @@ def open_run(
     returnable: bool = False,
     page: Callable[[Path], str] | None = None,
 ) -> Iterator[tuple[RunWriter, Callback]]:
-    """Open a run directory to write to, with its log and the tools of ``[track]``.
+    """Open a run directory for writing, with its log and the trackers of ``[track]``.
 
-    A directory whose start fails is removed. One whose start was killed or interrupted stays, to be resumed.
+    If the start of a run fails, the directory is removed; if it is killed or interrupted, it can be resumed.
 
     Args:
-        callbacks: receive the events of the run, before the log and the tools.
-        resume, returnable: as :class:`~prefed.store.RunWriter` takes them.
-        page: makes the page about the run in a directory, for the tools.
+        callbacks: receive the events of the run, before the log and the trackers.
+        resume, returnable: as for :class:`~prefed.store.RunWriter`.
+        page: renders the page of a run directory, for the trackers.
 
     Yields:
         The writer, and the callback that receives the events of the run.
 
     Raises:
-        TypeError: ``callbacks`` is no list of :class:`~prefed.core.Callback` instances.
-        TrackerError: a tool of ``[track]`` cannot be used on this machine.
+        TypeError: ``callbacks`` is not a list of :class:`~prefed.core.Callback` instances.
+        TrackerError: a tracker of ``[track]`` cannot be used on this machine.
         StoreError: as :class:`~prefed.store.RunWriter`.
     """
     first = Callbacks(callbacks)
@@ -286,16 +287,17 @@ def _discarding(writer: RunWriter) -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, files.WriteError) and writer.commit is not None:
-            error.add_note(f"(complete rounds are kept, {writer.round} of them: then continue with --resume)")
+            kept = pluralize(writer.round, "complete round is", "complete rounds are")
+            error.add_note(f"({kept} kept; continue with --resume)")
         writer.discard()
         raise
 
 
 def build_in_cache(writer: RunWriter, build: Callable[[Path], T]) -> T:
-    """What ``build`` makes in the run's ``cache/``. Before round 1, changed data empty the folder.
+    """Call ``build`` with the ``cache/`` of a run. Before round 1, the folder is emptied if the data changed.
 
     Raises:
-        DataMismatchError: a run with rounds has other data.
+        DataMismatchError: the data changed, and the run has rounds.
     """
     cache = writer.path / "cache"
     try:
@@ -308,7 +310,7 @@ def build_in_cache(writer: RunWriter, build: Callable[[Path], T]) -> T:
 
 
 def digests_of(experiment: Experiment, job: Job) -> dict[str, str]:
-    """Digests of what numbers depend on: the job's data and model, and the files that the settings name."""
+    """Return digests of data, model, trace and graph: a run can only be resumed with the same ones."""
     fleet, graph = experiment.fleet, experiment.whole_graph
     named = {"trace": fleet.trace if fleet else None, "graph": graph.file if graph else None}
     of_files = {name: files.file_digest(Path(path)) for name, path in named.items() if path is not None}
@@ -319,7 +321,7 @@ def commit_start(experiment: Experiment, job: Job, writer: RunWriter, digests: M
     """Commit round 0, or continue a run with the same digests.
 
     Args:
-        digests: from :func:`digests_of`, and what else must not change.
+        digests: those of :func:`digests_of`, and any others that must not change.
 
     Raises:
         StoreError: the run in the directory has other digests.
@@ -332,11 +334,7 @@ def commit_start(experiment: Experiment, job: Job, writer: RunWriter, digests: M
 
 @contextmanager
 def run_log(path: Path) -> Iterator[RunLog]:
-    """The log of a run directory while something works there.
-
-    Args:
-        path: the run directory, which exists.
-    """
+    """Write the versions, and the warnings of prefed, to the log of an existing run directory."""
     log = RunLog(path / LOG)
     log.write(f"prefed {version('prefed')}: {command(sys.argv)}")
     log.write(
@@ -350,7 +348,7 @@ def run_log(path: Path) -> Iterator[RunLog]:
             log.on_warning(record.getMessage())
         return True
 
-    # With a handler of ours Python would no longer write the library's warnings on standard error.
+    # A filter, not a handler: with a handler, Python would not print warnings to standard error.
     logger.addFilter(heard)
     try:
         yield log

@@ -1,4 +1,4 @@
-"""What ``summary.json`` holds, where the run comes from, and the models that a finished run shares."""
+"""The content of ``summary.json``, and the models that a finished run publishes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from prefed.store import RunReader, RunWriter
 from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
 
 Profiles: TypeAlias = dict[str, dict[str, dict[str, float]]]
-"""Figure → client → block → number."""
+"""Metric → client → block → value."""
 
 
 def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> Summary:
-    """The content of ``summary.json`` after the last round.
+    """Return the content of ``summary.json`` after the last round.
 
     Args:
-        profiles: from :func:`read_profiles`; the summary has them as far as they may be published.
+        profiles: from :func:`read_profiles`; the summary has their public part.
     """
     assert writer.last is not None
     assert writer.commit is not None
@@ -73,11 +73,11 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> Summary:
             **{name: version(name) for name in ("prefed", "torch", "transformers", "peft")},
         },
     }
-    return cast(Summary, summary)  # what an evaluation or an engine adds is known when it runs
+    return cast(Summary, summary)  # evaluations and engines may add keys
 
 
 def _evaluated(job: Job, evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """What a summary has of an evaluation, in its order."""
+    """Return the part of an evaluation that a summary contains, in its order."""
     counts = ("split", "left_out", "not_evaluated", "not_finite")
     accuracies = (*ACCURACY_METRICS, *selector_metrics(len(job.jury)))
     names = (*accuracies, "unseen_accuracy", "unseen_selectors", *MEAN_METRICS, *counts)
@@ -85,7 +85,7 @@ def _evaluated(job: Job, evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _best(job: Job, writer: RunWriter) -> dict[str, Any]:
-    """Which round was the best by validation pairs, and the figures of the evaluation after it."""
+    """Return the best round on validation pairs, with the metrics of its evaluation."""
     best = writer.commit.best if writer.commit else None
     if job.stop is None or best is None:
         return {}
@@ -104,16 +104,17 @@ def _best(job: Job, writer: RunWriter) -> dict[str, Any]:
 
 
 def trainable(job: Job) -> int:
-    """How many numbers train."""
+    """Count the trainable parameters."""
     layout, ownership = job.trainers.initial.layout, job.method.ownership
     moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
-    # FedEx-LoRA's residual and a taste's posterior are sent, but they are not trained.
+    # The residual of FedEx-LoRA and the posterior of a taste are sent, but not trained.
     return sum(entry.size for entry in moving if entry.part not in (lora.RESIDUAL, "posterior"))
 
 
 def _stationarity(writer: RunWriter) -> dict[str, float]:
-    """How near to a stationary point a diagnosed run ended: ``gradient_norm`` of its last diagnosis, if there
-    is one, and the mean of the last five ``paper_gap``, which Distributed DPO calls the final stationary gap.
+    """Return the last ``gradient_norm`` of a diagnosed run, if any, and its final stationarity gap.
+
+    The gap is the mean of the last five ``paper_gap``, as in Distributed DPO.
     """
     told = [record for record in RunReader(writer.path).rounds() if "paper_gap" in record][-5:]
     if not told:
@@ -124,13 +125,10 @@ def _stationarity(writer: RunWriter) -> dict[str, float]:
 
 
 def read_profiles(job: Job, states: ClientStates | None) -> Profiles:
-    """What private states tell of the model's blocks; see ``profile`` of :class:`~prefed.core.Method`.
-
-    Clients that never took part have nothing to tell.
+    """Compute profiles from the private states of clients; see ``profile`` of :class:`~prefed.core.Method`.
 
     Args:
-        states: clients' private states, read one at a time; ``None`` where they do not lie on this machine,
-            and then there are no profiles.
+        states: read one at a time; ``None`` if they are not on this machine, which gives no profiles.
     """
     profiles: Profiles = {}
     profile = job.method.profile
@@ -148,9 +146,9 @@ def read_profiles(job: Job, states: ClientStates | None) -> Profiles:
 
 
 def _public(job: Job, profiles: Profiles) -> Profiles:
-    """Two digits of ``profiles``, and nothing of clients with too few pairs.
+    """Round ``profiles`` to two digits, and remove clients with too few pairs.
 
-    With every digit a number such as FedSDG's gate is the private tensor that it comes from.
+    At full precision, a value such as the gate of FedSDG reveals the private tensor.
     """
     sizes, tells = job.trainers.clients, job.privacy.may_report
     return {
@@ -164,17 +162,17 @@ def _public(job: Job, profiles: Profiles) -> Profiles:
 
 
 def published_models(job: Job, server: State) -> list[tuple[Mapping[str, Tensors], int]]:
-    """What the server publishes: name → model (full layout), each with the number of clients that get them.
+    """Return the published models: pairs of name → model (full layout), and number of receiving clients.
 
-    A name is ``"shared"``, or those of several models that vote. The list is empty if the method shares no
-    model. Two entries of the list may be equal.
+    The name is ``"shared"``, or that of a selector. The list is empty if the method shares no model; two
+    entries may be equal.
     """
     models: dict[tuple[int, ...], tuple[Mapping[str, Tensors], int]] = {}
     for client in job.trainers.clients:
         published = job.method.publish(server, client)
         if not published.tensors:
             return []
-        # Usually all clients get what is in the server's state: it is counted, not copied.
+        # Usually all clients get the same tensors: count them instead of copying.
         place = tuple(group.flat.data_ptr() for group in published.tensors.values())
         own, count = models[place] if place in models else (job.shared_models(published), 0)
         models[place] = (own, count + 1)
@@ -182,7 +180,7 @@ def published_models(job: Job, server: State) -> list[tuple[Mapping[str, Tensors
 
 
 def mean_models(job: Job, server: State) -> dict[str, Tensors]:
-    """Name → model (full layout) that the server publishes; the clients' mean where each gets another.
+    """Return name → published model (full layout), averaged over clients if these get different models.
 
     It is empty if the method shares no model.
     """
@@ -208,13 +206,13 @@ _DATA = (
     "shared_prompts",
     "contradictions",
 )
-"""Statistics of all clients together. None is about one client."""
+"""Statistics over all clients; none is about a single client."""
 
 
 def describe_data(dataset: FederatedDataset) -> dict[str, Any]:
-    """What became of the rows, and how much clients differ, as numbers about all of them together.
+    """Return counts of used and left-out rows, and statistics on the heterogeneity of clients.
 
-    The latter are those of :class:`~prefed.data.statistics.DatasetStatistics` by their names there.
+    The statistics are those of :class:`~prefed.data.statistics.DatasetStatistics`.
     """
     statistics = dataset_statistics(dataset)
     differ = {name: getattr(statistics, name) for name in _DATA}
@@ -222,7 +220,7 @@ def describe_data(dataset: FederatedDataset) -> dict[str, Any]:
 
 
 def describe_origin() -> dict[str, Any]:
-    """When this is called, by which command this process was started, and on what it runs."""
+    """Return the current time, the command of this process, and the hardware."""
     return {
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(sys.argv),
@@ -237,9 +235,9 @@ def describe_origin() -> dict[str, Any]:
 
 
 def command(words: Sequence[str]) -> str:
-    """The command of a process as a shell takes it.
+    """Format the command of a process for a shell.
 
-    Of another program than prefed it is the name alone: its arguments may hold what is not for the summary.
+    For programs other than prefed, only the name: the arguments may be confidential.
 
     >>> command(["/venv/bin/prefed", "run", "my file.toml"]), command(["train.py", "--token", "x"])
     ("prefed run 'my file.toml'", 'train.py')
@@ -250,7 +248,7 @@ def command(words: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """The processor's name as the system tells it; else its kind."""
+    """Return the name of the processor, or its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

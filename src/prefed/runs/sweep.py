@@ -1,4 +1,4 @@
-"""Sweeps: the cells of a table, or a grid over one experiment, each run in a process of its own."""
+"""Sweeps: run the cells of a table, or a grid over one experiment, each run in a separate process."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from prefed.runs.sweep_child import KEPT, CommandError, SweepRun, commits, in_tu
 
 @dataclass(frozen=True)
 class SweepCell:
-    """A cell to carry out.
+    """A cell of a table, and the folder of its runs.
 
     Attributes:
-        definition: the cell as its table defines it.
-        folder: its runs lie in ``FOLDER/CELL-lrRATE-seedSEED``, without the rate where none is chosen.
+        folder: runs are in ``FOLDER/CELL-lrRATE-seedSEED``; without ``-lrRATE`` if no rate is selected.
         overrides: ``KEY=VALUE`` for every run.
-        validation: all its runs are judged on validation pairs, by which one of several cells is chosen.
+        validation: evaluate on validation pairs, to select one of several cells.
     """
 
     definition: Cell
@@ -38,11 +37,11 @@ class SweepCell:
 
     @property
     def name(self) -> str:
-        """Table and cell, for messages."""
+        """The table and the cell, for messages."""
         return f"{self.folder.name} {self.definition.name}"
 
     def run_of(self, seed: int, lr: float | None = None, *, test: bool = False) -> SweepRun:
-        """The run with a seed, and with a learning rate if one is to be chosen.
+        """Return the run with this seed, and with this learning rate if one is selected.
 
         Raises:
             ConfigError: its settings are not valid.
@@ -57,12 +56,12 @@ class SweepCell:
         return SweepRun(experiment, self.folder / f"{name}-seed{seed}", test)
 
     def planned(self) -> list[SweepRun]:
-        """The runs to begin with: each rate with the first seed, or every seed where there are no rates."""
+        """Return the initial runs: each rate with the first seed, or every seed if there are no rates."""
         first, rates = self.table.seeds[0], dict.fromkeys(self.definition.rates)
         return [self.run_of(first, lr) for lr in rates] or [self.run_of(seed) for seed in self.table.seeds]
 
     def count(self) -> tuple[int, int]:
-        """How many runs the cell has, without rates beyond the table's, and how many are finished."""
+        """Return the number of runs, without rates beyond those of the table, and of finished runs."""
         first, *others = self.table.seeds
         rates: list[float | None] = [*dict.fromkeys(self.definition.rates)] or [None]
         finished = sum(self.run_of(first, lr).finished for lr in rates)
@@ -70,10 +69,10 @@ class SweepCell:
         return len(rates) + len(others), finished
 
     def best_rate_outcome(self, validation: Mapping[float, float]) -> dict[str, Any]:
-        """What the table keeps of the cell, once the runs of its best rate are evaluated.
+        """Return the row of a cell with a selected rate, once the runs of the best rate are evaluated.
 
         Args:
-            validation: rate → figure on validation pairs.
+            validation: rate → metric on validation pairs.
         """
         lr, seeds = _best(validation), self.table.seeds
         runs = [self.run_of(seed, lr) for seed in seeds]
@@ -88,7 +87,7 @@ class SweepCell:
         return outcome
 
     def own_rate_outcome(self) -> dict[str, Any]:
-        """What the table keeps of a cell without a choice of rates, once its runs are finished."""
+        """Return the row of a cell without rates to select, once its runs are finished."""
         runs = [self.run_of(seed) for seed in self.table.seeds]
         rounds = [_evaluations(run, self.table.judge) for run in runs]
         tops = [max(figures, key=lambda figure: figure["mean"]) for figures in rounds]
@@ -122,7 +121,6 @@ class SweepCell:
 
 
 def _evaluations(run: SweepRun, figure: str) -> list[dict[str, Any]]:
-    """A figure over clients in each round that was evaluated."""
     lines = (run.out / "rounds.jsonl").read_text("utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [record["evaluation"][figure] for record in records if "evaluation" in record]
@@ -134,7 +132,11 @@ def _sent(run: SweepRun) -> int:
 
 
 def sweep_cells(path: Path, out: Path, overrides: Sequence[str] = ()) -> list[SweepCell]:
-    """The cells of a table's file; ``out`` is the folder of all tables.
+    """Return the cells of a table.
+
+    Args:
+        path: the file of the table.
+        out: the folder of all tables.
 
     Raises:
         ConfigError: the table is not valid.
@@ -149,7 +151,7 @@ def _commits(runs: Sequence[SweepRun]) -> list[str]:
 
 
 def _best(figures: Mapping[float, float]) -> float:
-    """The rate with the highest figure, the smaller one on a tie.
+    """Return the rate with the highest metric; on a tie, the smaller rate.
 
     >>> _best({1e-3: 0.5, 3e-3: 0.6, 9e-3: 0.6})
     0.003
@@ -158,25 +160,23 @@ def _best(figures: Mapping[float, float]) -> float:
 
 
 def all_equal(figures: Mapping[float, float]) -> bool:
-    """Whether every rate comes to the same figure, so that no other rate would be better.
-
-    So it is with one model for clients who want opposite things: it gets one of every two right.
-    """
+    """Whether the metric is the same for every rate, e.g. a shared model for clients with opposite tastes."""
     return len(figures) > 1 and max(figures.values()) - min(figures.values()) < 1e-9
 
 
 def next_rate(figures: Mapping[float, float], most: int) -> float | None:
-    """The rate to try next: beyond the best one if that lies at an end, as far again as its neighbour.
+    """Extrapolate the next rate to try if the best one is the lowest or the highest so far.
 
     >>> next_rate({1e-3: 0.5, 3e-3: 0.6}, most=9), next_rate({3e-3: 0.5, 9e-3: 0.6}, most=9)
     (0.009, 0.03)
 
     Args:
-        figures: rate → figure, for each rate that was tried.
-        most: how many rates may be tried in all.
+        figures: rate → metric, for each rate that was tried.
+        most: maximal number of rates.
 
     Returns:
-        The rate, of one digit; ``None`` if the best one lies inside, all are alike, or ``most`` are tried.
+        The rate, rounded to one digit; ``None`` if the best rate is in the interior, all rates give the same
+        metric, or ``most`` rates were tried.
     """
     rates, top = sorted(figures), _best(figures)
     if all_equal(figures) or not 2 <= len(rates) < most or top not in (rates[0], rates[-1]):
@@ -187,14 +187,13 @@ def next_rate(figures: Mapping[float, float], most: int) -> float | None:
 
 @dataclass
 class Sweep:
-    """Carries out cells, ``jobs`` runs at a time.
-
-    At most ``jobs`` cells are under way. So every job has work, and cells finish one after the other.
+    """Runs cells, with at most ``jobs`` runs and ``jobs`` cells at a time.
 
     Attributes:
-        done: takes each cell that is finished, with what the table keeps of it.
-        tell: takes a line about each thing that has happened.
-        failed: the cells that failed, each with the log of the run that ended it if there is one.
+        done: called with each finished cell and its row for the table.
+        tell: called with each line of progress.
+        do: runs or resumes one run.
+        failed: the cells that failed, each with the log file of the failed run if there is one.
     """
 
     jobs: int
@@ -204,12 +203,12 @@ class Sweep:
     failed: list[str] = field(default_factory=list)
 
     async def carry_out(self, cells: Sequence[SweepCell]) -> None:
-        """Carry out all runs that are not finished. A cell that fails is left out, and the others go on."""
+        """Run everything that is not finished. If a cell fails, the others continue."""
         counts = [cell.count() for cell in cells]
         runs, finished = (sum(each) for each in zip(*counts, strict=True))
         further = " or more" if any(cell.definition.rates and cell.table.further for cell in cells) else ""
         listed = (pluralize(len(cells), "cell", "cells"), pluralize(runs, "run", "runs") + further)
-        self.tell(f"{', '.join(listed)}, {finished} finished already")
+        self.tell(f"{', '.join(listed)}, {finished} already finished")
         cell_slots, run_slots = asyncio.Semaphore(self.jobs), asyncio.Semaphore(self.jobs)
         count = 0
 
@@ -228,7 +227,7 @@ class Sweep:
                     return
             self.done(cell, outcome)
             count += 1
-            self.tell(f"{cell.name} is done, {count} of {len(cells)} cells")
+            self.tell(f"finished {cell.name}, {count} of {len(cells)} cells")
 
         async with asyncio.TaskGroup() as group:
             for cell in cells:
@@ -265,12 +264,12 @@ class Sweep:
 
 
 def check_cells(cells: Sequence[SweepCell]) -> None:
-    """See that every cell is valid, fits what is there already, and has its files.
+    """Check settings, files and existing run directories of all cells.
 
     Raises:
-        ConfigError: a cell's settings are not valid, an override sets what the sweep sets, or there are no
-            validation pairs to choose on.
-        ValueError: a run directory holds a run of other settings, or a file or folder is missing.
+        ConfigError: settings are not valid, an override sets a key that the sweep sets, or there are no
+            validation pairs for the selection.
+        ValueError: a run directory contains a run with other settings, or a file or folder is missing.
     """
     planned = [(cell, cell.planned()) for cell in cells]
     missing: dict[str, str] = {}
@@ -285,15 +284,15 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
             missing.setdefault(name, f"{name} ({where})")
     if missing:
         raise ValueError(
-            f"there is no {', '.join(missing.values())}; say with --set where it lies, or prepare it as the "
-            "README beside the experiment says"
+            f"not found: {', '.join(missing.values())}; set the path with --set, or prepare the files as "
+            "described in the README of the experiment"
         )
     for cell, runs in planned:
         chooses = cell.definition.rates or cell.validation
         if chooses and not may_have_validation_pairs(runs[0].experiment.data):
             raise ConfigError(
-                f"{cell.definition.path}: a sweep chooses on validation pairs, and {cell.definition.name!r} "
-                "has none: set data.validation or data.validation_fraction, in the file or with --set"
+                f"{cell.definition.path}: {cell.definition.name!r} has no validation pairs, which a sweep "
+                "needs for its selection: set data.validation or data.validation_fraction"
             )
     for _, runs in planned:
         for run in runs:
@@ -307,12 +306,16 @@ def _check_overrides(cell: SweepCell) -> None:
     for override in cell.overrides:
         key = override.partition("=")[0].strip()
         if key in sets:
-            where = "see --seeds and --grid" if cell.definition.grid is not None else "change it in the table"
-            raise ConfigError(f"--set {override}: a sweep sets {key} itself: {where}")
+            where = "use --seeds or --grid" if cell.definition.grid is not None else "change it in the table"
+            raise ConfigError(f"--set {override}: {key} is set by the sweep; {where}")
 
 
 def missing_paths(experiment: Experiment, beside: Path) -> Iterator[str]:
-    """The files and folders that an experiment names and that are not there; its file lies in ``beside``."""
+    """Yield the paths in an experiment that do not exist.
+
+    Args:
+        beside: the folder of the experiment file.
+    """
     from prefed.data.sources.huggingface import looks_like_hub_name
 
     reward = getattr(experiment.method.settings, "reward_model", None)
@@ -323,14 +326,14 @@ def missing_paths(experiment: Experiment, beside: Path) -> Iterator[str]:
             yield path
     model = Path(experiment.model.name).expanduser()
     folders = [Path(), beside]
-    # A name without a slash, or an owner and a name, is a hub name unless its folder is on this machine.
+    # NAME and OWNER/NAME are hub names, unless the parent folder exists here.
     local = len(model.parts) != 1 and any((folder / model).parent.is_dir() for folder in folders)
     if not model.exists() and (local or model.is_absolute() or len(model.parts) > 2):
         yield experiment.model.name
 
 
 def may_have_validation_pairs(data: DataConfig) -> bool:
-    """Whether settings, or the first rows of files on this machine, speak of validation pairs."""
+    """Whether the settings, or the first rows of local files, allow for validation pairs."""
     from prefed.data.errors import ErrorCollector
     from prefed.data.sources.files import read_rows
     from prefed.data.sources.folders import data_files
@@ -341,35 +344,35 @@ def may_have_validation_pairs(data: DataConfig) -> bool:
         return data.columns.split is not None
     for role, _, source in data.sources():
         if role == "train" and not Path(source.path).exists():
-            return True  # on the hub: its rows may say
+            return True  # on the hub: rows may have a column "split"
         for file in data_files(Path(source.path), source.split or role) if role == "train" else ():
             try:
                 rows = read_rows(file, data.encoding, ErrorCollector())
                 if any("split" in row for row, _ in islice(rows, 1)):
                     return True
             except DataError:
-                return True  # the run says what is wrong with the file
+                return True  # the run reports the error in the file
     return False
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen among combinations of the same data.
+    """The combination selected from those that share their data.
 
     Attributes:
-        among: they, the best first, each with its figure on validation pairs: seed → mean over clients.
+        among: all of them, the best first; each with seed → metric on validation pairs, mean over clients.
     """
 
     among: tuple[tuple[Combination, dict[int, float]], ...]
 
     @property
     def combination(self) -> Combination:
-        """The one that is chosen."""
+        """The selected combination."""
         return self.among[0][0]
 
     @property
     def at_end_of(self) -> list[str]:
-        """Keys whose chosen number is the lowest or the highest that was tried."""
+        """Keys whose selected number is the lowest or the highest that was tried."""
         keys = []
         for key, value in self.combination.values.items():
             tried = {each.values[key] for each, _ in self.among if isinstance(each.values[key], int | float)}
@@ -380,14 +383,15 @@ class Chosen:
 
 @dataclass
 class GridSweep:
-    """Carries out every combination with every seed, and chooses on validation pairs alone.
+    """Runs every combination with every seed, and selects the best on validation pairs.
 
     Attributes:
         path: the experiment file.
-        folder: runs lie in ``FOLDER/COMBINATION-seedSEED``.
+        folder: runs are in ``FOLDER/COMBINATION-seedSEED``.
         overrides: ``KEY=VALUE`` for every run.
-        judge: the figure that chooses, its mean over clients and seeds.
-        failed: the runs that failed, each with its log if there is one.
+        judge: the metric for the selection, as a mean over clients and seeds.
+        tell, do: as for :class:`Sweep`.
+        failed: the runs that failed, each with its log file if there is one.
     """
 
     path: Path
@@ -402,7 +406,7 @@ class GridSweep:
 
     @cached_property
     def groups(self) -> list[list[Combination]]:
-        """The combinations, those of the same data together: among these is chosen."""
+        """The combinations, grouped by their data. One of each group is selected."""
         groups: dict[tuple[str, ...], list[Combination]] = {}
         for each in self.combinations:
             groups.setdefault(each.of_data, []).append(each)
@@ -410,12 +414,12 @@ class GridSweep:
 
     @cached_property
     def chooses(self) -> bool:
-        """Whether there is anything to choose. Otherwise runs are judged as their file says."""
+        """Whether a group has several combinations. Otherwise the file decides on the evaluated split."""
         return any(len(group) > 1 for group in self.groups)
 
     @cached_property
     def cells(self) -> dict[str, SweepCell]:
-        """The grid as the cells of a table, by the combinations' names."""
+        """The grid as cells of a table, by the names of the combinations."""
         table, cells = grid_table(self.path, self.combinations, self.seeds, self.judge)
         return {
             name: SweepCell(cell, table, self.folder, self.overrides, self.chooses)
@@ -423,7 +427,7 @@ class GridSweep:
         }
 
     def run_of(self, combination: Combination, seed: int, *, test: bool = False) -> SweepRun:
-        """The run of a combination with a seed.
+        """Return the run of a combination with a seed.
 
         Raises:
             ConfigError: its settings are not valid.
@@ -431,15 +435,13 @@ class GridSweep:
         return self.cells[combination.name].run_of(seed, test=test)
 
     def check(self) -> None:
-        """See that every combination is valid, and fits what is there already; raises as
-        :func:`check_cells`.
-        """
+        """Call :func:`check_cells` for all combinations."""
         check_cells(list(self.cells.values()))
 
     async def carry_out(self, jobs: int) -> list[Chosen]:
-        """Carry out what is not finished, ``jobs`` runs at a time; judge what is chosen on test pairs.
+        """Run what is not finished, ``jobs`` runs at a time; evaluate the selected runs on test pairs.
 
-        A run that fails is told and left out, and nothing is chosen then.
+        If a run fails, the others continue, but nothing is selected.
         """
         runs = [self.run_of(each, seed) for each in self.combinations for seed in self.seeds]
         counts = (
@@ -447,13 +449,13 @@ class GridSweep:
             pluralize(len(self.seeds), "seed", "seeds"),
             pluralize(len(runs), "run", "runs"),
         )
-        self.tell(f"{', '.join(counts)}, {sum(run.finished for run in runs)} finished already")
+        self.tell(f"{', '.join(counts)}, {sum(run.finished for run in runs)} already finished")
         await self._all(runs, jobs)
         if self.failed or not self.chooses:
             return []
         chosen = [self._choose(group) for group in self.groups]
         for each in chosen:
-            self.tell(f"chosen on validation pairs: {each.combination.name}")
+            self.tell(f"selected on validation pairs: {each.combination.name}")
         await self._all(
             [self.run_of(each.combination, seed, test=True) for each in chosen for seed in self.seeds], jobs
         )
@@ -475,7 +477,7 @@ class GridSweep:
                 group.create_task(one(run))
 
     def _choose(self, group: Sequence[Combination]) -> Chosen:
-        """The best of a group by its mean over seeds; of equal ones the first."""
+        """Select the best of a group by its mean over seeds; on a tie, the first."""
         figures = []
         for each in group:
             runs = {seed: self.run_of(each, seed) for seed in self.seeds}

@@ -1,4 +1,4 @@
-"""One run of a sweep, in a process of its own."""
+"""One run of a sweep, in a separate process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ KEPT = (
     "explicit_accuracy",
     "majority_accuracy",
 )
-"""The figures that are kept of a run on test pairs."""
+"""The metrics on test pairs that the table of a sweep contains."""
 PACKAGE = Path(__file__).resolve().parents[1]
-"""The folder of prefed itself."""
 START = """
 import os, sys, threading
 
@@ -48,7 +47,7 @@ class CommandError(RuntimeError):
     """A command of a run failed.
 
     Attributes:
-        log: the file with all that the command printed.
+        log: the file with its error output.
     """
 
     def __init__(self, message: str, log: Path) -> None:
@@ -62,7 +61,7 @@ class SweepRun:
 
     Attributes:
         out: the run directory.
-        test: whether the finished run is evaluated on test pairs besides.
+        test: also evaluate the finished run on test pairs.
     """
 
     experiment: Experiment
@@ -71,40 +70,40 @@ class SweepRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end, and the commits of its code are kept in it."""
+        """Whether the run has ended and its file ``commit`` is written."""
         return (self.out / "summary.json").exists() and not self.beside("begun").exists()
 
     @property
     def ready(self) -> bool:
-        """Whether all that the sweep needs of it is there."""
+        """Whether the run is finished and, if ``test`` is set, evaluated."""
         return self.finished and (not self.test or self.figures is not None)
 
     @property
     def figures(self) -> dict[str, dict[str, float]] | None:
-        """Mean and worst client of each accuracy on test pairs; ``None`` where one is missing."""
+        """Mean and worst client of each accuracy on test pairs; ``None`` if one is missing."""
         path = self.out / "judged-test.json"
         figures = dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
         return figures if all(name in figures for name in KEPT if name in self.summary) else None
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What ``summary.json`` holds."""
+        """The content of ``summary.json``."""
         return dict(json.loads((self.out / "summary.json").read_text("utf-8")))
 
     def beside(self, ending: str) -> Path:
-        """A file beside the run directory that exists only until the run has ended well."""
+        """Return the path of a file next to the run directory that exists until the run has succeeded."""
         return self.out.with_name(f"{self.out.name}.{ending}")
 
     def check(self) -> None:
-        """See that the run directory holds this run, or nothing.
+        """Check that the run directory contains this run, or nothing.
 
         Raises:
-            ValueError: it holds a run of other settings.
+            ValueError: it contains a run with other settings.
         """
         config = self.out / "config.toml"
         if not config.exists():
             return
-        # Imported here: it needs PyTorch, which takes seconds, and an invalid table is found before.
+        # Imported here: PyTorch takes seconds, and an invalid table is reported before.
         from prefed.runs.start_or_resume import differing, fitted, is_place
 
         stored = Experiment.parse(config.read_text("utf-8"))
@@ -116,13 +115,13 @@ class SweepRun:
         ]
         if listed:
             raise ValueError(
-                f"{self.out} was run with other settings: {'; '.join(listed)}. "
-                "Move it away, or give another --out"
+                f"{self.out} contains a run with other settings: {'; '.join(listed)}. "
+                "Move it away, or choose another --out"
             )
 
 
 def code_version(folder: Path = PACKAGE) -> str:
-    """The commit of the code in a folder, with ``+`` if files differ from it; or else prefed's version."""
+    """Return the Git commit of a folder, with ``+`` if files were changed; else the version of prefed."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
@@ -137,25 +136,25 @@ def code_version(folder: Path = PACKAGE) -> str:
 
 
 def commits(out: Path) -> list[str]:
-    """The commits of the code that made a run: more than one if other code resumed it."""
+    """Return the commits of the code behind a run: several if other code resumed it."""
     path = out / "commit"
     return path.read_text("utf-8").split() if path.exists() else ["unknown"]
 
 
 async def run_in_process(run: SweepRun) -> None:
-    """Carry out a run, or resume it, by ``prefed run`` and ``prefed evaluate`` in processes of their own.
+    """Start or resume a run with ``prefed run`` and ``prefed evaluate`` in separate processes.
 
-    A log of their errors lies beside the run until the run has ended well. The commit of the code is written
-    into the run directory.
+    Their errors are logged next to the run directory until the run has succeeded. The commit of the code is
+    written into the run directory.
 
     Raises:
-        CommandError: a command failed; the message has the last line that it printed.
+        CommandError: a command failed.
     """
     note, experiment = run.beside("begun"), run.beside("toml")
     run.out.parent.mkdir(parents=True, exist_ok=True)
     if not (run.out / "summary.json").exists():
-        # Other code may resume a run that was killed. The run then names the commits of both. The note lies
-        # beside the run directory, which must be empty before the run begins.
+        # If other code resumes a killed run, both commits are listed. The note is next to the run directory,
+        # which must be empty before the run starts.
         files.append(note, f"{code_version()}\n".encode())
         files.write(experiment, to_toml(run.experiment).encode())
         again = ["--resume"] if run.out.exists() else []
@@ -181,35 +180,35 @@ async def in_turn(
     tell: Callable[[str], None],
     do: Callable[[SweepRun], Awaitable[None]],
 ) -> None:
-    """Carry out a run as soon as there is a slot, unless all of it is there.
+    """Wait for a slot, then run what is missing.
 
     Args:
-        folder: of all runs; they are named without it.
-        tell: takes a line when the run begins.
+        folder: the folder of all runs; messages name runs relative to it.
+        tell: called with a line when the run starts.
 
     Raises:
-        ValueError: its directory holds a run of other settings.
+        ValueError: the run directory contains a run with other settings.
     """
     async with slots:
         run.check()
         if not run.ready:
-            doing = "is evaluated" if run.finished else "begins"
-            tell(f"{run.out.relative_to(folder)} {doing}, log: {run.beside('log')}")
+            doing = "evaluating" if run.finished else "running"
+            tell(f"{doing} {run.out.relative_to(folder)}, log: {run.beside('log')}")
             await do(run)
 
 
 def _environment(run: SweepRun) -> dict[str, str]:
-    """One thread, and the folder of what the sweep's runs share; the user's own folder has precedence."""
+    """One thread, and a reference cache shared by all runs of the sweep unless the user has set one."""
     shared = os.environ.get(SHARED) or str(run.out.resolve().parent / "reference")
     return {"OMP_NUM_THREADS": "1", SHARED: shared}
 
 
 async def _command(run: SweepRun, *words: str) -> bytes:
-    """Run a ``prefed`` command and return its output; its errors go to the log beside the run."""
+    """Run a ``prefed`` command and return its output; errors go to the log next to the run directory."""
     log = run.beside("log")
     with log.open("wb") as errors:
         child = await asyncio.create_subprocess_exec(
-            # -P: nothing in the working directory is imported in a library's place.
+            # -P: files in the working directory cannot shadow libraries.
             *(sys.executable, "-P", "-c", START, *words),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -227,7 +226,5 @@ async def _command(run: SweepRun, *words: str) -> bytes:
                 await child.wait()
     if child.returncode:
         last = log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
-        raise CommandError(
-            f"{run.out} ended with status {child.returncode}: {last} (all of it in {log})", log
-        )
+        raise CommandError(f"{run.out} failed with status {child.returncode}: {last} (log: {log})", log)
     return output

@@ -1,15 +1,15 @@
-"""Latent tastes of a run: their names, clients that judge by other tastes than their own, and metrics.
+"""Latent tastes of a run: their names, evaluation with another taste than a client's own, and metrics.
 
-The metrics are computed on the clients' side, from their pairs and private states; no message contains them.
+The metrics need the pairs and private states of clients and are computed there; no message contains them.
 
-One way to write a taste serves the experiment file and all commands:
+The experiment file and all commands name a taste in the same way:
 
 ========================  ==========================================================================
-``population``            the mean of what the clients sent, which the server publishes
-``ID``                    the client of this id
-``prototype:K``           the prototype of number K, from 0
-``infer:N``               inferred from N training pairs of a client, drawn by the seed
-``infer:FILE``            inferred from the pairs of a file, such as a new user's; nothing trains
+``population``            the mean of the posteriors that clients sent, published by the server
+``ID``                    the taste of the client with this ID
+``prototype:K``           prototype number K, from 0
+``infer:N``               inferred from N training pairs of a client, drawn with the seed
+``infer:FILE``            inferred from the pairs in a file, e.g. of a new user, without training
 ========================  ==========================================================================
 """
 
@@ -48,17 +48,17 @@ Kind = Literal["population", "client", "prototype", "pairs", "file"]
 Pairs = npt.NDArray[np.uint64]
 
 OWN = "own"
-"""Each client's own taste: where clients judge, a taste can be called so too."""
+"""Name of each client's own taste, where clients are evaluated."""
 OPPOSED = 0.5
-"""Where what the clients' tastes add up to is a smaller share than this, their mean is nobody's taste."""
+"""Below this :func:`common_taste`, clients' tastes oppose each other and their mean represents nobody."""
 _log = logging.getLogger("prefed")
 
 
 def split_taste(name: str) -> tuple[Kind, str]:
-    """What kind of taste a name stands for, and which one.
+    """Parse the name of a taste into its kind and the client, number or file.
 
     Raises:
-        ValueError: the number of pairs or of the prototype is none, or there is no such file.
+        ValueError: the number is invalid, or the file does not exist.
 
     >>> [split_taste(name) for name in ("population", "ward-7", "prototype:1", "infer:8")]
     [('population', ''), ('client', 'ward-7'), ('prototype', '1'), ('pairs', '8')]
@@ -68,7 +68,7 @@ def split_taste(name: str) -> tuple[Kind, str]:
         return "population", ""
     if kind == "prototype":
         if not rest.isdecimal():
-            raise ValueError(f"taste {name!r}: after the colon comes a prototype's number, 0 or more")
+            raise ValueError(f"taste {name!r}: give the number of a prototype, e.g. prototype:0")
         return "prototype", rest
     if kind != "infer":
         return "client", name
@@ -76,32 +76,31 @@ def split_taste(name: str) -> tuple[Kind, str]:
         return "pairs", rest
     if not rest or not Path(rest).expanduser().exists():
         raise ValueError(
-            f"taste {name!r}: after the colon comes a number of pairs, 1 or more, or a file of pairs that is "
-            "there"
+            f"taste {name!r}: give a number of pairs, at least 1, or an existing file of pairs, e.g. infer:8"
         )
     return "file", rest
 
 
 def read_taste(run: LoadedRun, name: str) -> tuple[Kind, str]:
-    """As :func:`split_taste`, and a warning where a client has such a name too: it is not the one meant."""
+    """Call :func:`split_taste`, and warn if a client has the same name as another kind of taste."""
     if name == "population" or name.startswith(("prototype:", "infer:")):
         warn_of_namesake(run, name)
     return split_taste(name)
 
 
 def warn_of_namesake(run: LoadedRun, name: str) -> None:
-    """Warn where a client is called as a taste is that is not its own, so that no taste's name means it."""
+    """Warn if a client has the reserved name of a taste, so that its own taste cannot be named."""
     if name in run.trainers.clients:
         _log.warning(
-            "%s: the client %r is shadowed: the taste of that name is not this client's; rename the client "
-            "to ask for its taste",
+            "%s: %r is the name of a client and of a reserved taste; using the reserved taste. Rename the "
+            "client to use its taste",
             run.record.path,
             name,
         )
 
 
 def needs_pairs(name: str | None) -> bool:
-    """Whether a taste of that name comes from the run's own pairs.
+    """Whether the taste of this name is inferred from pairs of the run.
 
     >>> needs_pairs("infer:8"), needs_pairs("ward-7"), needs_pairs(None)
     (True, False, False)
@@ -110,7 +109,7 @@ def needs_pairs(name: str | None) -> bool:
 
 
 def is_one_taste(name: str | None) -> bool:
-    """Whether all clients judge alike by a taste of that name, which is not each client's own.
+    """Whether all clients use the same taste under this name.
 
     >>> is_one_taste("ward-7"), is_one_taste("infer:8"), is_one_taste("own"), is_one_taste(None)
     (True, False, False, False)
@@ -119,17 +118,17 @@ def is_one_taste(name: str | None) -> bool:
 
 
 def check_tastes(run: LoadedRun) -> None:
-    """Refuse a run whose models have no latent taste.
+    """Check that the method of a run has latent tastes.
 
     Raises:
-        RunError: its method has none.
+        RunError: it has none.
     """
     if run.method.infer is None:
-        raise RunError(f"{run.record.path}: the clients of {run.method.name} have no latent taste")
+        raise RunError(f"{run.record.path}: method {run.method.name} has no latent tastes")
 
 
 def known_tastes(run: LoadedRun) -> KnownTastes:
-    """What the run's server was told of tastes; a client's is the posterior that it sent last.
+    """Return the tastes that the server of a run knows; for a client, the posterior that it sent last.
 
     Raises:
         RunError: the method has no tastes.
@@ -146,15 +145,15 @@ def known_tastes(run: LoadedRun) -> KnownTastes:
 
 
 def told_taste(run: LoadedRun, name: str, known: KnownTastes | None = None) -> torch.Tensor:
-    """``[d_z]`` the taste of that name, of those that the server knows: no pair is read.
+    """Return the taste of this name, ``[d_z]``, from what the server knows; reads no pair.
 
     Args:
-        known: what the server was told; left out: :func:`known_tastes`.
+        known: defaults to :func:`known_tastes`.
 
     Raises:
-        RunError: the method has no tastes; there is no such client or prototype; the client sent no
-            posterior; or the taste would have to be inferred from pairs.
-        ValueError: see :func:`split_taste`.
+        RunError: the method has no tastes, there is no such client or prototype, the client sent no
+            posterior, or the taste can only be inferred from pairs.
+        ValueError: as :func:`split_taste`.
     """
     return server_taste(run, *read_taste(run, name), known)
 
@@ -162,13 +161,10 @@ def told_taste(run: LoadedRun, name: str, known: KnownTastes | None = None) -> t
 def server_taste(
     run: LoadedRun, kind: Kind, which: str, known: KnownTastes | None = None, *, pairs: bool = False
 ) -> torch.Tensor:
-    """``[d_z]`` a taste that the server knows, by its kind and which one; see :func:`told_taste`.
+    """As :func:`told_taste`, for a name that is parsed already.
 
     Args:
-        pairs: the caller can infer a taste from pairs too. A refusal then says how.
-
-    Raises:
-        RunError: as :func:`told_taste`.
+        pairs: the caller can also infer a taste from pairs; error messages then suggest it.
     """
     known = known_tastes(run) if known is None else known
     where = run.record.path
@@ -183,62 +179,60 @@ def server_taste(
             if pairs:
                 instead = f"infer a taste from pairs: infer:FILE, or infer:8 with --client {which!r}"
             raise RunError(
-                f"{where}: client {which!r} told nothing of its taste: it never took part, or has fewer "
-                f"pairs than [privacy] minimum_pairs; {instead}"
+                f"{where}: client {which!r} sent no taste: it never took part, or has fewer pairs than "
+                f"[privacy] minimum_pairs; {instead}"
             )
         return known.posteriors[which][0]
     if kind == "prototype":
         if int(which) >= len(known.prototypes):
             count = len(known.prototypes)
             there = f"{count} prototypes, numbered from 0" if count else "no prototypes"
-            raise RunError(f"{where} has {there}: there is no taste 'prototype:{which}'")
+            raise RunError(f"{where}: no taste 'prototype:{which}': the run has {there}")
         return known.prototypes[int(which)]
     raise RunError(
-        f"{where}: the server has no pairs to infer 'infer:{which}' from; name a taste that it was told"
+        f"{where}: the server has no pairs for 'infer:{which}'; name population, a client or a prototype"
     )
 
 
 def no_taste(name: str, clients: Collection[str], *more: str) -> str:
-    """Say that no client has a name, which is no other taste either, and which ones there are.
+    """Format the error for an unknown taste.
 
     Args:
         clients: those whose tastes can be named.
-        more: further tastes that can.
+        more: other valid names besides ``population``.
 
     >>> no_taste("ward7", ["ward-7", "clinic"], "infer:FILE")
-    "no client is called 'ward7'; did you mean 'ward-7'? A taste is a client's id, population, infer:FILE"
+    "no taste is called 'ward7'; did you mean 'ward-7'? A taste is the ID of a client, population, infer:FILE"
     """
     tastes = ["population", *more]
     hint = did_you_mean(name, [*clients, *tastes], most=3) or f"; {_clients_with_tastes(clients)}."
-    return f"no client is called {name!r}{hint} A taste is a client's id, {', '.join(tastes)}"
+    return f"no taste is called {name!r}{hint} A taste is the ID of a client, {', '.join(tastes)}"
 
 
 def _clients_with_tastes(clients: Collection[str]) -> str:
-    names = sorted(clients)
-    shown = listed(names)
-    return f"the clients with a taste are {shown}" if names else "no client told a taste"
+    return f"clients with a taste: {listed(sorted(clients))}" if clients else "no client sent a taste"
 
 
 def any_taste(
     run: LoadedRun, name: str, client: str | None = None, known: KnownTastes | None = None
 ) -> torch.Tensor:
-    """``[d_z]`` the taste of that name, told or inferred from pairs.
+    """Return the taste of this name, ``[d_z]``: one that the server knows, or one inferred from pairs.
 
     Args:
         run: loaded with its data for ``infer:N``.
-        client: whose pairs ``infer:N`` takes.
-        known: as :func:`told_taste` takes it.
+        client: owner of the pairs of ``infer:N``.
+        known: as for :func:`told_taste`.
 
     Raises:
-        ValueError: ``infer:N`` without a client, or a client with another taste.
+        ValueError: ``infer:N`` without a client, or another taste with a client.
         RunError, DataError: as :func:`told_taste` and :func:`taste_of_file`.
     """
     kind, which = read_taste(run, name)
     if (kind == "pairs") != (client is not None):
         raise ValueError(
-            f"taste {name!r}: whose pairs? name a client, --client ID"
+            f"taste {name!r} needs a client, whose pairs are used: add --client ID"
             if client is None
-            else f"--client {client!r} belongs to infer:N, whose pairs it names; taste {name!r} takes none"
+            else f"--client {client!r} can only be used with --taste infer:N, not with {name!r}; leave it out"
         )
     if kind == "file":
         return taste_of_file(run, which)[0].mean
@@ -252,9 +246,9 @@ def any_taste(
 
 
 def taste_of_file(run: LoadedRun, file: str) -> tuple[Posterior, Pairs]:
-    """The posterior after the pairs of a file, as after those of a client, and the hashes of these pairs.
+    """Infer a posterior from the pairs in a file; also return the hashes of these pairs.
 
-    The pairs are read by the run's ``[data]`` settings, and are all taken to be one person's.
+    The pairs are read with the ``[data]`` settings of the run and attributed to one person.
 
     Raises:
         RunError: the method has no tastes.
@@ -278,11 +272,11 @@ def taste_of_file(run: LoadedRun, file: str) -> tuple[Posterior, Pairs]:
 
 
 def common_taste(run: LoadedRun) -> float:
-    """How far the clients' tastes agree, as the server can tell: 1 where they do, 0 where they cancel.
+    """Measure how far the tastes known to the server agree: 1 if they are equal, 0 if they cancel out.
 
-    A reward is w(z)·e with w affine. So the population's reward is the mean of the clients', and it has
-    :func:`~prefed.train.metrics.tastes.resultant` of the w(μ̄) as its share of what it were if all pointed
-    one way. It is 1 where the method has no tastes or the server knows none.
+    A reward is w(z)·e with w affine, so the reward of the population is the mean of the clients' rewards. The
+    measure is the :func:`~prefed.train.metrics.tastes.resultant` of the w(μ̄). It is 1 if the method has no
+    tastes or the server knows none.
     """
     if run.method.infer is None or run.experiment.model.variational.decoder != "conditioned":
         return 1.0
@@ -299,27 +293,27 @@ def at_taste(
     judged: str | None = None,
     split: Literal["train", "validation", "test"] = "test",
 ) -> LoadedRun:
-    """``run`` with clients that judge by this taste, those that never took part too.
+    """Return ``run`` with all clients, including those that never took part, predicting with this taste.
 
     Args:
         run: loaded with its data.
-        taste: ``"own"``, or a name of :mod:`prefed.runs.tastes`. A client's taste is what its training
-            pairs tell, or at the hub of a federation what it told last; ``infer:8`` is for each client what 8
-            of its own training pairs tell, drawn by the seed.
-        judged: the file of the pairs to be judged; ``None`` for the run's own.
-        split: of the run's own pairs, those to be judged.
+        taste: ``"own"``, or a name as in the table above. The taste of a client is inferred from its
+            training pairs; at the hub of a federation it is the one that the client sent last. ``infer:8``
+            uses 8 training pairs of each client, drawn with the seed.
+        judged: the file of the evaluated pairs; ``None`` for those of the run.
+        split: the evaluated split of the run's own pairs.
 
     Raises:
-        RunError: the method has no tastes; there is no such client or prototype; a file that tells the
-            taste has pairs that are judged; or the taste comes from pairs that are at a federation's sites.
-        ValueError: the number of pairs is none.
+        RunError: the method has no tastes, there is no such client or prototype, a file for ``infer:FILE``
+            has evaluated pairs, or the taste needs pairs that are stored at the sites of a federation.
+        ValueError: as :func:`split_taste`.
         DataError: the file of pairs cannot be used.
     """
     check_tastes(run)
     if run.record.sites and (taste == OWN or needs_pairs(taste)):
         raise RunError(
-            f"{run.record.path}: taste {taste!r} comes from pairs that are at the run's sites; here "
-            "population, a client's id, prototype:K and infer:FILE judge"
+            f"{run.record.path}: taste {taste!r} needs pairs that are stored at the sites of the run; use "
+            "population, the ID of a client, prototype:K or infer:FILE"
         )
     if taste == OWN:
         warn_of_namesake(run, taste)
@@ -337,7 +331,7 @@ def at_taste(
         if which not in run.trainers.clients:
             more = (OWN, "prototype:K", "infer:N", "infer:FILE")
             raise RunError(f"{run.record.path}: {no_taste(which, run.clients, *more)}")
-        # A hub has what the client told last, and not the pairs that tell it.
+        # A hub has the posterior that the client sent last, but not its pairs.
         z = server_taste(run, kind, which) if run.record.sites else run.model(which)[Z]
     elif kind == "file":
         posterior, told = taste_of_file(run, which)
@@ -359,12 +353,12 @@ def _judging(run: LoadedRun, taste: str, method: Method) -> LoadedRun:
 def check_apart(
     run: LoadedRun, told: Pairs, judged: str | None, split: Literal["train", "validation", "test"]
 ) -> None:
-    """Refuse to judge pairs that tell the taste with which they are judged: they hold their own answer.
+    """Check that no evaluated pair was used to infer the taste, which would leak its label.
 
     Args:
-        told: the hashes of the pairs that told a taste, as :attr:`prefed.data.TokenSet.pairs` has them.
-        judged: the file of the pairs to be judged; ``None`` for the clients' held-out pairs.
-        split: ``"train"`` for their training pairs too.
+        told: hashes of the pairs that the taste was inferred from, as in :attr:`prefed.data.TokenSet.pairs`.
+        judged: the file of the evaluated pairs; ``None`` for the held-out pairs of the clients.
+        split: ``"train"`` includes their training pairs.
 
     Raises:
         RunError: a pair is in both.
@@ -380,34 +374,32 @@ def check_apart(
             count = int(np.isin(told, pairs).sum())
     if count:
         raise RunError(
-            f"{count:,} of the {len(told):,} pairs that tell the taste are among those that it judges: they "
-            "hold their own answer; take them out of one of the two"
+            f"{count:,} of the {len(told):,} pairs that the taste is inferred from are also evaluated, which "
+            "leaks their labels; remove them from one of the two sets"
         )
 
 
 def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = "test") -> TasteFigures:
-    """Infer every client's taste from its training pairs, and judge all clients' pairs of ``split`` with it.
-
-    Clients with fewer pairs than ``[privacy] minimum_pairs``, in either split, are left out.
-
-    Args:
-        run: loaded with its data.
+    """Call :func:`measure_tastes` on a finished run that was loaded with its data.
 
     Raises:
-        RunError: the run's method has no tastes, or no client can be evaluated.
+        RunError: the method has no tastes, or no client has enough pairs.
     """
     check_tastes(run)
     goal = run.experiment.method.settings.goal()
     tastes = measure_tastes(run.job, run.backbone, goal, run.server, run.private_state, split)
     if tastes is None:
-        raise RunError(f"{run.record.path}: no client has pairs enough to train on and in the {split} split")
+        raise RunError(
+            f"{run.record.path}: no client has enough pairs in the training and the {split} split (at least "
+            "[privacy] minimum_pairs in each)"
+        )
     return tastes
 
 
 COLLAPSED_BELOW = 0.02
-"""Tastes have collapsed where accuracy with own z is less than this above that with another's."""
+"""Tastes have collapsed if the accuracy with a client's own z exceeds that with other z by less than this."""
 MOST = 40
-"""Clients whose tastes are told of a finished run at most: each one's pairs are judged with each one's z."""
+"""Most clients in ``tastes.json``; the cost grows with the square, since all pairs are scored with each z."""
 
 
 @dataclass(frozen=True)
@@ -415,19 +407,20 @@ class TasteFigures:
     """The tastes of n clients, in the order of ``clients``, in d dimensions.
 
     Attributes:
-        means: ``[n, d]`` μ̄, from training pairs.
-        log_variances: ``[n, d]`` log σ̄².
-        accuracies: ``[n, n]`` preference accuracy; row i has client i's pairs, column j client j's μ̄.
-        population: ``[n]`` accuracy of each client's pairs with the taste that the server publishes.
-        told: client → accuracy of its pairs with the μ̄ that the server has of it, for those that told one. It
-            is of the last round's model or an earlier one. Alignments and ``--taste ID`` of policies take it.
-        labels: client → its prototype; empty where there are none.
+        means: ``[n, d]``, μ̄ from training pairs.
+        log_variances: ``[n, d]``, log σ̄².
+        accuracies: ``[n, n]``, preference accuracy on the pairs of client i (row) with the μ̄ of client j
+            (column).
+        population: ``[n]``, accuracy on the pairs of each client with the taste of the population.
+        told: client → accuracy on its pairs with the μ̄ that it sent last, which may come from an earlier
+            round's model. Alignments and ``--taste ID`` of policies use this μ̄.
+        labels: client → its prototype; empty without prototypes.
         prototypes: ``[M, d]``, or ``[0, d]``.
-        trust: client → how much it trusts each other one of ``clients`` whose posterior is in its prior, 1 in
-            sum over them; empty where there is no mixture.
-        trainable_share: numbers that train over those of the frozen model.
-        met: share of judged pairs that are among the training pairs of another one of ``clients``, whose z
-            knows their label.
+        trust: client → weight of each other one of ``clients`` in its prior, with sum 1; empty without a
+            mixture prior.
+        trainable_share: number of trainable parameters over that of the frozen model.
+        met: share of evaluated pairs that are also training pairs of another one of ``clients``, so that its
+            z depends on their label.
     """
 
     clients: tuple[str, ...]
@@ -443,10 +436,10 @@ class TasteFigures:
     met: float
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it: the figures that tell whether z says anything, and a map of the μ̄ on a plane.
+        """Convert to JSON values: metrics on whether z is informative, and a map of the μ̄ on a plane.
 
-        ``collapsed`` is whether accuracy with own z is less than :data:`COLLAPSED_BELOW` above another's.
-        A pull to prototypes makes units active without meaning: ``active_units`` alone proves nothing.
+        See :data:`COLLAPSED_BELOW` for ``collapsed``. A high ``active_units`` is not evidence by itself: the
+        pull towards prototypes also activates units.
         """
         over = transfer(self.accuracies)
         plane, marks = latent_map(self.means, self.prototypes)
@@ -481,20 +474,19 @@ def measure_tastes(
     split: Literal["train", "validation", "test"],
     most: int | None = None,
 ) -> TasteFigures | None:
-    """Infer clients' tastes from their training pairs, and judge all their pairs of ``split`` with each.
+    """Infer the taste of each client from its training pairs, and evaluate all pairs of ``split`` with each.
 
     Clients with fewer pairs than ``[privacy] minimum_pairs``, in either split, are left out.
 
     Args:
-        job: of a method with tastes, after its last round.
+        job: a job after its last round, whose method has tastes.
         backbone: the model of the job's trainers.
         goal: the objective that the clients trained on.
-        server: the server's state.
         private: client → its private state.
-        most: at most this many clients, drawn by the run's seed; ``None`` for all.
+        most: at most this many clients, drawn with the seed; ``None`` for all.
 
     Returns:
-        ``None`` where no client has enough pairs.
+        ``None`` if no client has enough pairs.
     """
     method, tells, sizes = job.method, job.privacy.may_report, job.trainers.clients
     clients = [
@@ -540,15 +532,7 @@ def measure_tastes(
 
 
 def measured_tastes(job: Job, goal: Objective, server: State, states: ClientStates) -> dict[str, Any] | None:
-    """The content of ``tastes.json``, rounded: see ``plain`` of :class:`TasteFigures`.
-
-    Args:
-        job: of a method with tastes, after its last round.
-        states: clients' private states.
-
-    Returns:
-        ``None`` where no client has enough pairs.
-    """
+    """Return the content of ``tastes.json``, rounded; see :func:`measure_tastes`."""
     backbone = cast(PairTrainerFactory, job.trainers).backbone
 
     def private(client: str) -> State:
@@ -560,7 +544,7 @@ def measured_tastes(job: Job, goal: Objective, server: State, states: ClientStat
 
 
 def _rounded(value: Any) -> Any:
-    """Three digits of every number in ``value``: with all of them a map's point is a posterior's."""
+    """Round numbers to three digits: at full precision, the points of the map reveal posteriors."""
     if isinstance(value, float):
         return round(value, 3)
     if isinstance(value, Mapping):
@@ -576,7 +560,7 @@ def _share(job: Job, backbone: Backbone) -> float:
 
 
 def _met(job: Job, clients: Sequence[str], split: str) -> float:
-    """The share of the pairs of ``split`` that another one of ``clients`` trains on."""
+    """Share of the pairs of ``split`` that another one of ``clients`` trains on."""
     dataset = cast(PairTrainerFactory, job.trainers).dataset
     pairs, owned = dataset.tokens.pairs, {client: dataset.clients[client] for client in clients}
     train = {client: pairs[data.train] for client, data in owned.items()}
@@ -590,10 +574,10 @@ def _met(job: Job, clients: Sequence[str], split: str) -> float:
 def _trust(
     job: Job, server: State, private: Callable[[str], State], clients: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Client → how much it trusts each other one of ``clients``, from its private state."""
     trust: dict[str, dict[str, float]] = {}
-    for client in clients if job.method.trust is not None else ():
-        assert job.method.trust is not None
+    if job.method.trust is None:
+        return trust
+    for client in clients:
         weights = job.method.trust(private(client), server, client)
         others = {name: weights[name] for name in clients if name in weights}
         if total := sum(others.values()):

@@ -1,4 +1,4 @@
-"""Constants of the theory of distributed DPO, estimated from a finished run that was diagnosed."""
+"""Estimate the constants of the theory of distributed DPO from a finished run with diagnostics."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.runs.record import RunError, RunRecord, read_run
 
 CLIENTS, PAIRS, STEPS = 5, 8, 10
-"""How many clients' losses are probed for L at most, on how many pairs each, and steps of power iteration."""
+"""For L: most clients to probe, pairs per client, and steps of power iteration."""
 _PROBE = 1e-2
-"""Euclidean length of the steps whose gradients are compared."""
+"""Euclidean length of the finite-difference steps."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The theory's constants, as far as a run has them.
+    """Estimated constants of the theory.
 
     Attributes:
-        constants: those of :class:`prefed.theory.Constants` that the run has or that its log estimates.
-        measured: the left side of the statements, (1/R) Σ‖∇ℒ(θ^r)‖² over the diagnosed rounds; the same at
-            the last of them; and the paper's own gap.
-        notes: sentences on what a reader must know.
+        constants: fields of :class:`prefed.theory.Constants`, from the settings and the log of the run.
+        measured: the left-hand side of the bounds, (1/R) Σ‖∇ℒ(θ^r)‖² over the diagnosed rounds; its value in
+            the last of them; and the gap of the paper.
+        notes: for the reader, one sentence each.
     """
 
     constants: dict[str, float]
@@ -37,28 +37,28 @@ class Estimate:
 
 
 def estimate(path: str | Path) -> Estimate:
-    """Estimate the constants from the run in a directory: from its log, and L from its models.
+    """Estimate the constants of a run from its log, and L from its models.
 
-    κ² and ζ_g² are the largest that the diagnostics found, as the paper's assumptions bound them for all θ.
-    A round's κ² may be below 0 where few pairs were drawn; the least is 0. ℒ* is not known from a run: its
-    gap stays log 2, from DPO's first loss to 0.
+    κ² and ζ_g² are the maxima over the diagnosed rounds, since the assumptions bound them for all θ; negative
+    estimates from few pairs are replaced by 0. A run does not determine ℒ*, so the initial gap stays log 2,
+    from the first loss of DPO to 0.
 
     Raises:
-        RunError: the run is not finished, was not diagnosed, shares no tensor, or trained on another loss
-            than DPO; or its model or its pairs are not there.
+        RunError: the run is not finished, was not diagnosed, shares no tensor, or did not train on DPO; or
+            its model or its pairs are missing.
     """
     record = read_run(path)
     told = [each for each in record.rounds if "gradient_norm" in each]
     if not told:
         raise RunError(
-            f"{path} was not diagnosed at a model that its clients share: run a method that shares one with "
-            "[evaluate] diagnose = 5"
+            f"{path} has no diagnostics of a shared model: run a method that shares one, with [evaluate] "
+            "diagnose = 5"
         )
     run = load_run(path, data=True)
     job, settings = run.job, run.experiment.method.settings
     goal = settings.goal()
     if goal.name != "dpo":
-        raise RunError(f"{path} trained on {goal.name!r}, and the theory is of DPO: name another run")
+        raise RunError(f"{path} trained on {goal.name!r}, but the theory is about 'dpo': choose another run")
     late = [visit["late"] for each in record.rounds for visit in each.get("visits", ())]
     steps = settings.local_steps or round(fmean(_steps(run, count) for count in job.weights.values()))
     constants: dict[str, float] = {
@@ -85,9 +85,9 @@ def estimate(path: str | Path) -> Estimate:
 
 
 def squared_gradients(run: RunRecord) -> list[float]:
-    """‖∇ℒ‖² in each diagnosed round, less what the draw of few pairs adds to it; so it may be below 0.
+    """Return ‖∇ℒ‖² in each diagnosed round, minus the variance from sampling pairs; may be negative.
 
-    A mean over N clients of m pairs each has the variance ζ² · batch/(m N), where a batch has ζ².
+    If a batch has variance ζ², a mean over N clients with m pairs each has variance ζ² · batch/(m N).
     """
     method, drawn = run.config["method"], run.config.get("evaluate", {}).get("diagnostic_pairs")
     measured = [record for record in run.rounds if "gradient_norm" in record]
@@ -103,13 +103,13 @@ def squared_gradients(run: RunRecord) -> list[float]:
 
 
 def _steps(run: LoadedRun, pairs: float) -> int:
-    """Optimiser steps of a visit of a client with so many pairs, where the visit is given in passes."""
+    """Return the optimiser steps of a visit by a client with ``pairs`` training pairs."""
     settings = run.experiment.method.settings
     return settings.passes(settings.local_epochs or 1) * math.ceil(pairs / settings.step_pairs())
 
 
 def _longest(run: LoadedRun) -> int:
-    """Tokens of the longest response that is trained on."""
+    """Return the length in tokens of the longest training response."""
     dataset = run.trainers.dataset
     return max(int(dataset.tokens.lengths[client.train, 1:].max()) for client in dataset.clients.values())
 
@@ -118,24 +118,23 @@ def _notes(run: LoadedRun, diagnosed: int) -> Iterator[str]:
     settings, evaluate = run.experiment.method.settings, run.experiment.evaluate
     drawn = f"{evaluate.diagnostic_pairs} pairs of each client" if evaluate.diagnostic_pairs else "all pairs"
     yield (
-        f"κ² and ζ_g² are the largest of {diagnosed} diagnosed rounds, on {drawn}; L is the largest of the "
-        f"losses of {min(CLIENTS, len(run.job.members))} clients, at the first and at the last model, and "
-        "the loss may bend more elsewhere"
+        f"κ² and ζ_g² are maxima over {diagnosed} diagnosed rounds, on {drawn}; L is a maximum over the "
+        f"losses of {min(CLIENTS, len(run.job.members))} clients at the first and the last model, and may be "
+        "larger elsewhere"
     )
     if evaluate.diagnostic_pairs:
-        yield "what the draw of few pairs adds is taken off ‖∇ℒ‖², which may be below 0"
+        yield "the variance from sampling pairs is subtracted from ‖∇ℒ‖², which may then be negative"
     if settings.optimizer != "sgd" or settings.momentum or settings.schedule != "constant":
         how = f"{settings.optimizer}, schedule {settings.schedule!r}"
-        yield f"the run's optimiser: {how}; the statements are about plain gradient descent at a constant η"
+        yield f"the run used {how}; the theorems assume plain gradient descent with constant η"
     if settings.clip:
-        yield f"gradients were clipped at {settings.clip:g}; the statements are about gradients as they are"
+        yield f"gradients were clipped at {settings.clip:g}; the theorems assume unclipped gradients"
 
 
 def smoothness(run: LoadedRun) -> float:
-    """L: the largest ‖∇²F_i‖ of some clients' losses, at the run's first and last model.
+    """Estimate L as the largest ‖∇²F_i‖ over some clients, at the first and the last model of the run.
 
-    Power iteration, with differences of gradients in the shared tensors in place of the Hessian. It comes
-    from below.
+    Power iteration with finite differences of gradients in the shared tensors; a lower bound.
     """
     job, key = run.job, Key(run.experiment.seed).at("theory")
     drawn = key.numpy().permutation(len(job.members))[:CLIENTS]
@@ -147,9 +146,7 @@ def smoothness(run: LoadedRun) -> float:
 
 
 def hessian_norm(run: LoadedRun, client: str, key: Key, *, last: bool) -> float:
-    """The norm of the Hessian of a client's loss, on :data:`PAIRS` of its pairs at most, at its first or last
-    model.
-    """
+    """Estimate the Hessian norm of a client's loss on :data:`PAIRS` pairs, at its first or last model."""
     job, method = run.job, run.method
     start = run.backbone.initial
     published = run.published(client) if last else method.publish(method.init_server(start), client)
@@ -164,7 +161,7 @@ def hessian_norm(run: LoadedRun, client: str, key: Key, *, last: bool) -> float:
 
     def slope(away: torch.Tensor) -> torch.Tensor:
         moved = model.replace(Tensors(shared.layout, (shared.flat.double() + away).to(shared.flat.dtype)))
-        # One name: the same pairs each time, and the same dropout.
+        # The fixed name gives the same pairs and dropout in each call.
         gradient, _ = trainer.gradient(moved, goal, batch_size=PAIRS, name="curvature")
         return gradient.select(names).flat.double()
 

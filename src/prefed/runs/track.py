@@ -1,4 +1,4 @@
-"""The tools of ``[track]`` for a run in a directory, and for what is made of it later."""
+"""Connect runs, alignments and comparisons to the trackers of ``[track]``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from prefed.trackers.tracking import AlignmentTracking, Tracking
 
 
 def usable(config: TrackConfig) -> dict[str, type[Tracker]]:
-    """The tools of ``[track]``.
+    """Return the trackers of ``[track]`` by name.
 
     Raises:
-        TrackerError: one of them cannot be used on this machine; the message says what to install or to set.
+        TrackerError: one of them cannot be used on this machine.
     """
     return trackers(config.to)
 
 
 def told_settings(config: Mapping[str, Any], *, clients: bool = True) -> dict[str, Any]:
-    """An experiment's tables as they may leave this machine: of a path its last part alone.
+    """Return the tables of an experiment that may leave this machine, with paths cut to their last part.
 
     Args:
-        clients: whether sources of data that are named, as after the clients who hold them, may leave too.
+        clients: include named data sources, which may have the names of clients.
 
     >>> told_settings({"data": {"train": {"ann": {"path": "/home/eve/ann.jsonl"}}}, "seed": 1})
     {'data': {'train': {'ann': {'path': 'ann.jsonl'}}}, 'seed': 1}
@@ -65,12 +65,12 @@ def tracked(
     callback: Callback,
     page: Callable[[Path], str] | None,
 ) -> Iterator[Callback]:
-    """A callback that tells the tools too, and at the end of the block what the run in ``path`` came to.
+    """Yield a callback that also logs to the trackers; at the end of the block, log the summary of the run.
 
     Args:
         kinds: from :func:`usable`.
-        callback: is told of everything, and of a tool's failure.
-        page: makes the page about the run in a directory.
+        callback: receives all events, and a warning if a tracker fails.
+        page: renders the page of a run directory.
     """
     tracking = _tracking(kinds, config, path, callback.on_warning)
     with _closing(tracking):
@@ -81,14 +81,14 @@ def tracked(
 
 @contextmanager
 def tracked_alignment(config: Mapping[str, Any], folder: Path, callback: Callback) -> Iterator[Callback]:
-    """A callback that tells the tools of a run's ``[track]`` of its alignment, and at the end its summary.
+    """Yield a callback that also logs to the trackers of a run; at the end, log the alignment's summary.
 
-    A tool that cannot be used is warned of, and the alignment goes on.
+    If a tracker cannot be used, there is a warning, and the alignment continues.
 
     Args:
-        config: the run's tables.
-        folder: of the alignment, in the run directory.
-        callback: is told of everything, and of a tool's failure.
+        config: the tables of the run.
+        folder: the folder of the alignment.
+        callback: as for :func:`tracked`.
     """
     if "track" not in config:
         yield callback
@@ -109,12 +109,10 @@ def tracked_alignment(config: Mapping[str, Any], folder: Path, callback: Callbac
 
 
 def tell_judged(config: TrackConfig, path: Path, rounds: int, summary: Mapping[str, Any]) -> None:
-    """Tell the tools the win rate of a comparison, where they were told of the run in ``path``.
-
-    Whatever goes wrong is a warning of the library's.
+    """Log the win rate of a comparison to the trackers of a run; failures are logged as warnings.
 
     Args:
-        rounds: that the run has.
+        rounds: number of rounds of the run.
         summary: of the comparison.
     """
     warn = logging.getLogger("prefed").warning
@@ -139,7 +137,7 @@ def _tracking(
 
 
 def _usable_here(config: TrackConfig, warn: Callable[[str], None]) -> dict[str, type[Tracker]]:
-    """The tools that can be used; ``warn`` is told of the others."""
+    """Return the usable trackers, and warn of the others."""
     found: dict[str, type[Tracker]] = {}
     for name in config.to:
         try:
@@ -150,7 +148,7 @@ def _usable_here(config: TrackConfig, warn: Callable[[str], None]) -> dict[str, 
 
 
 def _epochs(path: Path) -> list[RoundRecord]:
-    """The epochs in the summary of an alignment, as records; none before its end."""
+    """Return the epochs of a finished alignment as records; empty if it is not finished."""
     if not path.exists():
         return []
     epochs = json.loads(path.read_text("utf-8"))["train"]["epochs"]
