@@ -181,7 +181,7 @@ def test_a_client_called_everybody_is_one_client(place, tmp_path):
 
 def test_evaluate_says_what_the_run_has_trained_on(place):
     text = prefed_("evaluate", place / "feddpo", "--test", place / "train.jsonl")
-    assert "the run has trained on 16 of these 16 pairs" in text
+    assert "clients of the run have trained on 16 of these 16 pairs" in text
 
 
 def test_evaluate_a_file_that_names_no_client(place, tmp_path):
@@ -191,7 +191,7 @@ def test_evaluate_a_file_that_names_no_client(place, tmp_path):
     assert "--everyone" in refused
     (tmp_path / "other.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c", "worker": "x"}\n')
     refused = prefed_("evaluate", place / "feddpo", "--test", tmp_path / "other.jsonl", code=1)
-    assert "no row's 'worker' is a client of the run (left, right)" in refused
+    assert "no row's 'worker' is a client of the run ('left', 'right')" in refused
 
 
 def test_evaluate_refuses_a_file_with_pairs_beyond_the_context(place, tmp_path):
@@ -215,7 +215,9 @@ def test_evaluate_makes_deleted_data_again_and_refuses_other_data(place, tmp_pat
     shutil.rmtree(tmp_path / "run/cache")
     with (tmp_path / "test.jsonl").open("a") as file:
         file.write('{"prompt": "a", "chosen": "b", "rejected": "c", "worker": "left"}\n')
-    assert "the run's data changed since the run" in prefed_("evaluate", tmp_path / "run", code=1)
+    assert "the data changed since the run; restore the original" in prefed_(
+        "evaluate", tmp_path / "run", code=1
+    )
 
 
 @pytest.mark.parametrize(("method", "client"), [("feddpo", None), ("local", "right")])

@@ -195,7 +195,7 @@ def test_what_was_asked_is_not_asked_again(runs, place, monkeypatch):
     with serving(reply) as server:
         words = ("--judge", "endpoint:m", "--url", server.url, *options)
         message = judge(runs / "feddpo", place, *words, code=1)
-        assert "answers 500" in message
+        assert "returned status 500" in message
         assert len(rows(runs / "feddpo/judge/n/verdicts.jsonl")) == 2
         # A process that was killed while it wrote leaves half a line.
         with (runs / "feddpo/judge/n/verdicts.jsonl").open("a") as file:

@@ -75,7 +75,7 @@ def test_a_taste_is_drawn_from_a_client_or_a_prototype():
     of = Counter(own.origin["prototype"] for own in drawn)
     assert abs(of[1] / 900 - 2 / 3) < 4 * (2 / 9 / 900) ** 0.5
     assert all(torch.equal(own.z, KNOWN.prototypes[own.origin["prototype"]]) for own in drawn)
-    with pytest.raises(AlignError, match="take 'posteriors'"):
+    with pytest.raises(AlignError, match="use 'posteriors'"):
         draw(replace(KNOWN, labels={}), "prototypes", Key(1))
     with pytest.raises(AlignError, match="posteriors"):
         draw(replace(KNOWN, posteriors={}), "posteriors", Key(1))

@@ -407,7 +407,7 @@ def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
     code, output = command("judge", finished, *words, "--policy-taste", "w0")
     assert (code, "has no model that takes tastes" in output) == (1, True), output
     code, output = command("judge", tasting, *words, "--criterion", "helpful")
-    assert (code, "only a language model decides by it" in output) == (2, True), output
+    assert (code, "needs a language model as the judge" in output) == (2, True), output
 
 
 def test_a_judges_taste_is_in_the_default_name(tasting, place):

@@ -138,7 +138,7 @@ def test_names_merged_in_a_group_are_one(build):
 
 def test_blanks_around_a_name_are_told(build):
     (warning,) = data_notices(build(pairs(20, worker=lambda k: ["ann ", "ben"][k % 2])))[1]
-    assert "blanks" in warning
+    assert "spaces around them: 'ann '" in warning
     assert "'ann '" in warning
 
 

@@ -91,7 +91,10 @@ def test_too_many_requests_for_too_long_ends_the_judging(naps, monkeypatch):
     monkeypatch.setattr(module, "RETRIES", 2)
     with (
         serving(lambda text, number: failure(429, "slow down", {"Retry-After": "3"})) as server,
-        pytest.raises(JudgeError, match=r"answers 429: .*slow down.*--parallel"),
+        pytest.raises(
+            JudgeError,
+            match=r"returned status 429: .*slow down; too many requests: wait, or lower --parallel",
+        ),
     ):
         ask(server)
     assert len(server.requests) == 3
@@ -132,7 +135,7 @@ def test_no_answer_at_all_ends_the_judging(naps, monkeypatch):
         return answer("A")
 
     with serving(reply) as server:
-        with pytest.raises(JudgeError, match=r"no answer within 0\.2 s, 2 times"):
+        with pytest.raises(JudgeError, match=r"did not answer within 0\.2 s in 2 attempts"):
             ask(server, timeout=0.2)
         over.set()
     assert len(server.requests) == 2
@@ -151,7 +154,7 @@ def test_a_closed_port(naps):
     [
         (answer("Both are fine colours."), "no verdict in the answer: Both are fine colours."),
         (answer(""), "no verdict in the answer"),
-        (answer(None), "malformed answer: it holds no text"),
+        (answer(None), "malformed answer: no text"),
         ((200, {"Content-Type": "application/json"}, b"{}"), "malformed answer"),
         ((200, {"Content-Type": "application/json"}, b'{"choices": []}'), "malformed answer"),
         ((200, {"Content-Type": "application/json"}, b'{"choi'), "malformed answer"),
@@ -174,7 +177,7 @@ def test_a_refusal_of_key_or_model_ends_the_judging_and_hides_the_key(status):
     reply = failure(status, f"{KEY} may not use this model")
     with serving(lambda text, number: reply) as server, pytest.raises(JudgeError) as caught:
         ask(server)
-    assert f"answers {status}" in str(caught.value)
+    assert f"returned status {status}" in str(caught.value)
     assert "(the key) may not use this model" in str(caught.value)
     assert KEY not in str(caught.value)
     assert len(server.requests) == 1
@@ -209,7 +212,7 @@ def test_newer_parameters_are_taken_where_the_older_ones_are_refused():
 
 def test_openais_own_endpoint_needs_a_key(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(JudgeError, match=r"put the key for https://api.openai.com/v1 into .*OPENAI_API_KEY"):
+    with pytest.raises(JudgeError, match=r"no key for https://api.openai.com/v1; set .* OPENAI_API_KEY"):
         EndpointJudge("m", JudgeOptions())
     with serving(lambda text, number: answer("A")) as server:
         assert ask(server)[0].preference == 1.0
@@ -226,7 +229,7 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch, key
     monkeypatch.setenv("OPENAI_API_KEY", key)
     with (
         serving(lambda text, number: answer("A")) as server,
-        pytest.raises(JudgeError, match="OPENAI_API_KEY holds is no key") as caught,
+        pytest.raises(JudgeError, match="OPENAI_API_KEY contains a line break, a control") as caught,
     ):
         ask(server)
     assert "sk-" not in str(caught.value)
@@ -242,7 +245,7 @@ def test_an_answer_of_a_million_characters_is_not_kept_whole():
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http://me:word@host/v1", "https://"])
 def test_urls_that_are_none(url):
-    with pytest.raises(JudgeError, match="--url is http") as caught:
+    with pytest.raises(JudgeError, match="--url must be http:// or https:// with a host") as caught:
         EndpointJudge("m", JudgeOptions(url=url))
     assert "word@" not in str(caught.value)
 

@@ -1,6 +1,6 @@
-"""Judges: which of two responses to a prompt is the better one.
+"""Judges decide which of two responses to a prompt is better.
 
-A judge is asked about both orders of the two responses, and :func:`outcome` combines its two verdicts.
+A judge is asked about both orders of the responses, and :func:`outcome` combines its two verdicts.
 """
 
 from prefed.align.judge.questions import (

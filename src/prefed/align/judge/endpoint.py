@@ -1,4 +1,4 @@
-"""A judge behind any endpoint that speaks OpenAI's chat completions."""
+"""A judge at an endpoint that is compatible with OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from urllib.parse import urlsplit
 from prefed.align.judge.questions import URL, JudgeError, JudgeOptions, Question, Verdict, get_template
 
 RETRIES = 6
-"""Further attempts at a question after a time-out, a broken connection, 408, 409, 429 or 5xx."""
+"""Retries after a time-out, a broken connection, or status 408, 409, 429 or 5xx."""
 
 _REASON = 400
-"""Most characters of a server's message to repeat."""
+"""Most characters of a server's message to print."""
 _ANSWER = 100_000
-"""Most characters of an answer to keep. A server need not respect the maximum number of tokens."""
+"""Most characters of an answer to keep, since a server may ignore the token limit."""
 
 
 class EndpointJudge:
-    """A language model that answers a template, greedily, at an OpenAI-compatible endpoint.
+    """A language model at an OpenAI-compatible endpoint that answers a template greedily.
 
-    The ``openai`` package speaks to it: it repeats a request that timed out, was refused as too many (429) or
-    failed on the server's side, and waits as long as ``Retry-After`` says, up to two minutes.
+    The ``openai`` package repeats requests after time-outs, too many requests (429) and server errors, and
+    respects ``Retry-After`` up to two minutes.
 
-    An answer that cannot be read, and a question that the server refuses (400, 413, 422: too long, against
-    its rules), is a verdict without a preference. Everything else that fails ends the judging.
+    An answer that cannot be parsed, or a question that the server rejects (400, 413, 422: too long, against
+    its rules), gives a verdict without a preference. All other failures end the judging.
 
     Args:
-        model: the model's name at the endpoint.
+        model: the name of the model at the endpoint.
 
     Raises:
-        JudgeError: the package ``openai`` is not there, OpenAI's own endpoint is asked without a key, or the
-            key cannot be sent in a header.
+        JudgeError: the package ``openai`` is missing, the key for OpenAI's endpoint is missing, or the key
+            cannot be sent in a header.
     """
 
     def __init__(self, model: str, options: JudgeOptions) -> None:
@@ -43,8 +43,8 @@ class EndpointJudge:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
             raise JudgeError(
-                "--url is http:// or https:// and a host, without a name or password in it; a key comes from "
-                f"the environment's {key_variable}"
+                "--url must be http:// or https:// with a host, and no user name or password; set the key in "
+                f"the environment variable {key_variable}"
             )
         try:
             from openai import OpenAI
@@ -54,12 +54,14 @@ class EndpointJudge:
             ) from error
         key = os.environ.get(key_variable, "").strip()
         if not key and url == URL:
-            raise JudgeError(f"--judge endpoint: put the key for {URL} into the environment's {key_variable}")
-        if not (key.isascii() and key.isprintable()):
-            # No header can hold it, and the error of the library that sends the header would quote it.
             raise JudgeError(
-                f"--judge endpoint: what the environment's {key_variable} holds is no key: it has a line "
-                "break, a control character or a letter that is not ASCII; copy the key again"
+                f"--judge endpoint: no key for {URL}; set the environment variable {key_variable}"
+            )
+        if not (key.isascii() and key.isprintable()):
+            # A header cannot contain it, and the library's error message would quote it.
+            raise JudgeError(
+                f"--judge endpoint: the environment variable {key_variable} contains a line break, a control "
+                "character or a non-ASCII letter; copy the key again"
             )
         self.identity: Mapping[str, Any] = {
             "model": model,
@@ -70,16 +72,16 @@ class EndpointJudge:
         self._model, self._url, self._key = model, url, key
         self._options: Mapping[str, Any] = {"max_tokens": options.judge_tokens, "temperature": 0.0}
         self._parallel, self._timeout = options.parallel, options.timeout
-        # The package demands some key; without one the header says "none".
+        # The package requires a key.
         self._client = OpenAI(
             api_key=key or "none", base_url=url, timeout=options.timeout, max_retries=RETRIES
         )
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
-        """A verdict for every question, in their order; at most ``parallel`` at once.
+        """Yield a verdict for every question, in order, with at most ``parallel`` concurrent requests.
 
         Raises:
-            JudgeError: (while iterating) the endpoint does not answer, or refuses the key or the model.
+            JudgeError: the endpoint does not answer, or rejects the key or the model.
         """
         under_way: deque[Future[Verdict]] = deque()
         with ThreadPoolExecutor(self._parallel) as pool:
@@ -107,8 +109,8 @@ class EndpointJudge:
             raise JudgeError(self._failure(error)) from None
         except openai.APITimeoutError:
             raise JudgeError(
-                f"{self._url} gave no answer within {self._timeout:g} s, {RETRIES + 1} times; run the "
-                "command again to continue where it stopped (--timeout waits longer)"
+                f"{self._url} did not answer within {self._timeout:g} s in {RETRIES + 1} attempts; run the "
+                "command again to continue, or raise --timeout"
             ) from None
         except openai.APIConnectionError as error:
             reason = error.__cause__ or error
@@ -120,9 +122,9 @@ class EndpointJudge:
         try:
             text = answer.choices[0].message.content
         except (AttributeError, IndexError, TypeError):
-            return Verdict(None, self._safe(f"malformed answer, no chat completion: {answer}"))
+            return Verdict(None, self._safe(f"malformed answer, not a chat completion: {answer}"))
         if not isinstance(text, str):
-            return Verdict(None, "malformed answer: it holds no text")
+            return Verdict(None, "malformed answer: no text")
         if len(text) > _ANSWER:
             return Verdict(
                 None, self._safe(f"malformed answer of {len(text):,} characters: {text[:_REASON]}")
@@ -141,7 +143,7 @@ class EndpointJudge:
         except openai.BadRequestError as error:
             if error.param not in options:
                 raise
-            # Newer models of OpenAI name the first otherwise, and have one temperature.
+            # Newer OpenAI models use another name for max_tokens, and have a fixed temperature.
             others = {name: value for name, value in options.items() if name != error.param}
             if error.param == "max_tokens":
                 others["max_completion_tokens"] = options["max_tokens"]
@@ -149,18 +151,17 @@ class EndpointJudge:
         return self._request(text)
 
     def _failure(self, error: Any) -> str:
-        """The message where the endpoint refuses to answer at all."""
         hint = {
             401: "check the key",
             403: "check the key",
-            404: "check --url and the model's name",
-            429: "it has had too many requests: wait, or ask fewer at a time (--parallel)",
+            404: "check --url and the name of the model",
+            429: "too many requests: wait, or lower --parallel",
         }.get(error.status_code, "try again later")
-        why = self._safe(f"{self._url} answers {error.status_code}: {error}")
-        return f"{why}; {hint}; run the command again to continue where it stopped"
+        why = self._safe(f"{self._url} returned status {error.status_code}: {error}")
+        return f"{why}; {hint}; then run the command again to continue"
 
     def _safe(self, text: str) -> str:
-        """A library's or a server's text on one line, cut, and without the key, which a server may repeat."""
+        """Shorten a message to one line, without the key, which a server may repeat."""
         line = self._without_key(" ".join(text.split()))
         return line if len(line) <= _REASON else f"{line[:_REASON]} …"
 

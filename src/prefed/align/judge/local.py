@@ -1,4 +1,4 @@
-"""Judges on this machine: a language model, a reward model, and the known utility of a synthetic set."""
+"""Local judges: a language model, a reward model, and the known utility of a synthetic dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefed.align.judge.questions import (
     get_template,
 )
 from prefed.core import Key
-from prefed.core.text import did_you_mean
+from prefed.core.text import did_you_mean, listed
 from prefed.data import Record
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
 from prefed.models import ModelConfig, load_pretrained, make_backbone
@@ -29,10 +29,10 @@ KEY, KIND = "--judge local", "causal language model"
 
 
 class LocalJudge:
-    """A causal language model that answers a template, always taking the most likely token.
+    """A causal language model that answers a template greedily.
 
-    The question is a user's turn in the tokenizer's chat template; without one it takes the template's bare
-    form. A question that fills the model's window is a verdict without a preference.
+    The question is the user's turn in the chat template of the tokenizer or, without one, uses the bare form
+    of the template. A question that fills the context gives a verdict without a preference.
 
     Args:
         folder: a folder or a hub name.
@@ -47,7 +47,7 @@ class LocalJudge:
 
         self._template = get_template(options.template)
         tokenizer = load_pretrained(AutoTokenizer, KEY, folder, "tokenizer")
-        # With "auto" a large model keeps the type in which it is stored.
+        # "auto" keeps the dtype of the checkpoint.
         model = load_pretrained(AutoModelForCausalLM, KEY, folder, KIND, dtype="auto")
         config = ModelConfig.model_validate({"name": folder, "device": options.device, "lora": {"rank": 1}})
         self._backbone = make_backbone(model, tokenizer, config, Key(0))
@@ -59,7 +59,7 @@ class LocalJudge:
         }
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
-        """A verdict for every question, in their order."""
+        """Yield a verdict for every question, in order."""
         backbone = self._backbone
         for question in questions:
             try:
@@ -80,19 +80,17 @@ class LocalJudge:
 
 REWARD_KEY = "--judge reward"
 BLOCK = 64
-"""Questions whose responses are scored together."""
+"""Questions per batch of responses."""
 
 
 class RewardJudge:
-    """The response with the higher reward is the better one.
-
-    Texts are joined as for :class:`~prefed.train.rewards.RewardModel`.
+    """Prefers the response with the higher score of a :class:`~prefed.train.rewards.RewardModel`.
 
     Args:
         folder: a sequence classification model: a folder or a hub name.
 
     Raises:
-        ModelError: there is no such model, or it is no reward model.
+        ModelError: there is no such model, or it is not a reward model.
     """
 
     def __init__(self, folder: str, options: JudgeOptions) -> None:
@@ -100,7 +98,7 @@ class RewardJudge:
         self.identity: Mapping[str, Any] = {"model": model_fingerprint(folder, REWARD_KEY)}
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
-        """A verdict for every question, block by block; a text that a block has twice is scored once."""
+        """Yield a verdict for every question, in order; equal texts in a block are scored once."""
         for block in blocks(questions, BLOCK):
             encoded: dict[Any, dict[str, list[int]]] = {}
             for question in block:
@@ -119,45 +117,45 @@ class RewardJudge:
 
 
 MEAN = "mean"
-"""Names the mean taste of all clients."""
+"""Name of the mean taste of all clients."""
 
 _TOLERANCE = 1e-6
 
 
 class UtilityJudge:
-    """The response with the larger utility to a taste is the better one (:mod:`prefed.data.synthetic`)."""
+    """Prefers the response with the higher utility for a taste (:mod:`prefed.data.synthetic`)."""
 
     def __init__(self, taste: Taste) -> None:
         self._taste = taste
         self.identity: Mapping[str, Any] = {"taste": {name: float(w) for name, w in taste.weights.items()}}
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
-        """A verdict for every question, in their order."""
+        """Yield a verdict for every question, in order."""
         for question in questions:
             first, second = (utility(text, self._taste) for text in (question.first, question.second))
             yield by_score(first, second, f"utility {first:g} against {second:g}")
 
 
 def read_taste(name: str, records: Iterable[Record], flipped: Collection[str] = ()) -> Taste:
-    """The taste of one client, or the clients' mean, from the utilities that a synthetic set's rows have.
+    """Solve for the taste of one client, or the mean over clients, from utilities in a synthetic dataset.
 
-    A utility is the weighted sum of the signs of five attributes. So a client's weights are the solution of
-    linear equations, one for each response.
+    A utility is the weighted sum of the signs of five attributes, so each response gives a linear equation
+    for the weights.
 
     Args:
         name: a client, or ``"mean"``.
-        records: pairs of the set, with ``utility_chosen`` and ``utility_rejected``.
-        flipped: clients whose preferences the experiment reversed. Their taste is the opposite one.
+        records: pairs with ``utility_chosen`` and ``utility_rejected``.
+        flipped: clients whose preferences the experiment reversed; their weights are negated.
 
     Raises:
-        JudgeError: the records have no utilities, none of that client, or too few to determine its weights.
+        JudgeError: the records have no utilities, none of this client, or too few to determine its weights.
     """
     rows: dict[str, list[tuple[Sequence[int], float]]] = {}
     for record in records:
         utilities = [record.extra.get(column) for column in ("utility_chosen", "utility_rejected")]
         if record.client is None or not all(isinstance(value, int | float) for value in utilities):
             continue
-        # A turned pair has its responses swapped, but not its columns.
+        # A flipped pair has its responses swapped, but not its columns.
         sign = -1.0 if record.client in flipped else 1.0
         texts = (record.chosen, record.rejected)[:: int(sign)]
         for text, value in zip(texts, utilities, strict=True):
@@ -166,17 +164,15 @@ def read_taste(name: str, records: Iterable[Record], flipped: Collection[str] = 
             rows.setdefault(record.client, []).append((row, sign * float(value or 0)))
     if not rows:
         raise JudgeError(
-            "--judge utility: the run's pairs have no client with the columns utility_chosen and "
-            "utility_rejected; only those of prefed.data.synthetic do"
+            "--judge utility: the pairs of the run have no columns utility_chosen and utility_rejected; use "
+            "a dataset made with prefed.data.synthetic"
         )
     names = sorted(rows) if name == MEAN else [name]
     if not set(names) <= set(rows):
-        raise JudgeError(
-            f"--taste {name!r}: no client of the run's data{did_you_mean(name, rows)}; the clients are "
-            f"{', '.join(sorted(rows)[:8])}, and {MEAN} is the mean of all"
-        )
+        hint = did_you_mean(name, rows) or f"; use {MEAN}, or one of {listed(sorted(rows), str)}"
+        raise JudgeError(f"--taste {name!r}: no such client in the data of the run{hint}")
     weights = np.mean([_weights(client, rows[client]) for client in names], axis=0)
-    # Opposite tastes cancel; what rounding leaves of them is no taste.
+    # Rounding removes the remainders of opposite tastes that cancel.
     return Taste(name, {a: round(float(w), 6) for a, w in zip(ATTRIBUTES, weights, strict=True)})
 
 
@@ -185,7 +181,7 @@ def _weights(client: str, rows: Sequence[tuple[Sequence[int], float]]) -> Any:
     weights, _, rank, _ = np.linalg.lstsq(signs, values, rcond=None)
     if rank < len(ATTRIBUTES) or not np.allclose(signs @ weights, values, atol=_TOLERANCE):
         raise JudgeError(
-            f"--judge utility: the utilities of {client!r} are not those of prefed.data.synthetic, or are "
-            "too few to determine its taste"
+            f"--judge utility: cannot determine the taste of {client!r}: too few pairs, or utilities that "
+            "were not made with prefed.data.synthetic"
         )
     return weights

@@ -1,4 +1,4 @@
-"""What a judge is asked and what it answers; templates for language models; prompts and references."""
+"""Questions to judges, their verdicts and templates, and reading prompts and reference answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class JudgeError(RuntimeError):
-    """A judge cannot continue; the message says why and what to do. Its verdicts so far are kept."""
+    """A judge cannot continue. Its previous verdicts are kept."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Question:
     """Two responses to a prompt, in the order in which the judge sees them.
 
     Attributes:
-        fields: further columns of the prompt's row, which a selector's template may show.
+        fields: further columns of the row, for templates of selectors.
     """
 
     prompt: Prompt
@@ -37,18 +37,18 @@ class Question:
     fields: Mapping[str, str | float | int] = field(default_factory=dict)
 
     def swapped(self) -> Question:
-        """The same question in the other order."""
+        """Return the question with its responses in the other order."""
         return replace(self, first=self.second, second=self.first)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judge's answer to a question.
+    """The answer of a judge to a question.
 
     Attributes:
-        preference: 1 where the first response is better, 0 where the second is, 0.5 for a tie; ``None`` if
-            the answer cannot be used.
-        text: the judge's own words or scores; for an answer that cannot be used also the reason.
+        preference: 1 if the first response is better, 0 if the second is, 0.5 for a tie; ``None`` if the
+            answer cannot be used.
+        text: the answer or the scores, and the reason if they cannot be used.
     """
 
     preference: float | None
@@ -59,19 +59,19 @@ URL = "https://api.openai.com/v1"
 
 
 class JudgeOptions(StrictModel):
-    """Settings of judges. Each judge reads those that apply to it.
+    """Settings of judges. Each judge uses those that apply to it.
 
     Attributes:
-        url: of an endpoint, up to and including ``/v1``.
-        template: how a language model is asked, a name of :data:`TEMPLATES`.
-        judge_tokens: most tokens of a language model's answer.
-        key_variable: the environment variable that holds an endpoint's key. The key goes only to the
-            endpoint; it is neither stored nor shown. An endpoint of your own may need none.
-        timeout: seconds to wait for an endpoint's answer.
-        parallel: concurrent requests to an endpoint.
-        taste: a client of a synthetic set, or ``"mean"``; of selectors with a latent taste, one that the
-            clients sent.
-        device: where a model on this machine lives, as ``[model] device``.
+        url: base URL of an endpoint, up to and including ``/v1``.
+        template: a name in :data:`TEMPLATES`, for language models.
+        judge_tokens: most tokens of an answer.
+        key_variable: environment variable with the key of the endpoint. The key is only sent to the endpoint,
+            and neither stored nor printed. Private endpoints may need none.
+        timeout: seconds to wait for an answer of the endpoint.
+        parallel: concurrent requests to the endpoint.
+        taste: a client of a synthetic dataset, or ``"mean"``; for selectors with a latent taste, a taste that
+            the server knows.
+        device: device of a local model, as in ``[model] device``.
     """
 
     url: str = URL
@@ -89,21 +89,21 @@ class Judge(Protocol):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What its verdicts depend on, as JSON values: judging continues only if it is equal."""
+        """What its verdicts depend on, as JSON values. Judging only continues if it is unchanged."""
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
-        """A verdict for every question, in their order, each as soon as it is there.
+        """Yield a verdict for every question, in order, as soon as it is known.
 
         Raises:
-            JudgeError: (while iterating) the judge cannot answer at all.
+            JudgeError: the judge cannot continue.
         """
 
 
 def outcome(forward: Verdict, backward: Verdict) -> float | None:
-    """The outcome of two verdicts, on a question and on the same question swapped.
+    """Combine the verdicts on a question and on the swapped question.
 
-    It is 1 if both prefer the question's first response, 0 if both prefer its second, and a tie, 0.5, if
-    they disagree. ``None`` if either cannot be used.
+    The outcome is 1 if both prefer the first response of the question, 0 if both prefer the second, 0.5 (a
+    tie) if they disagree, and ``None`` if either cannot be used.
 
     >>> always_first = Verdict(1.0, "A"), Verdict(1.0, "A")
     >>> outcome(*always_first), outcome(Verdict(1.0, "A"), Verdict(0.0, "B"))
@@ -116,12 +116,12 @@ def outcome(forward: Verdict, backward: Verdict) -> float | None:
 
 
 def by_score(first: float, second: float, text: str) -> Verdict:
-    """The verdict of a judge that scores: the higher score is better, and equal scores are a tie."""
+    """Make a verdict from two scores: the higher one wins, and equal scores are a tie."""
     return Verdict(0.5 if first == second else float(first > second), text)
 
 
 def blocks(items: Iterable[_T], size: int) -> Iterator[Sequence[_T]]:
-    """Consecutive blocks of ``size`` items; the last one may be shorter.
+    """Yield consecutive blocks of ``size`` items; the last one may be shorter.
 
     >>> list(blocks("abcde", 2))
     [('a', 'b'), ('c', 'd'), ('e',)]
@@ -133,12 +133,12 @@ def blocks(items: Iterable[_T], size: int) -> Iterator[Sequence[_T]]:
 
 @dataclass(frozen=True)
 class PairTemplate:
-    """A question as text, and the parser of its answer.
+    """A template for questions, and the parser of answers.
 
     Attributes:
-        text: has the fields ``{prompt}``, ``{first}`` and ``{second}``.
-        parse: the answer's preference, ``None`` if it gives none.
-        bare: the form of the text for a model without a chat template; has the field ``{text}``.
+        text: with the fields ``{prompt}``, ``{first}`` and ``{second}``.
+        parse: returns the preference in an answer, or ``None``.
+        bare: wraps the text for a model without a chat template; with the field ``{text}``.
     """
 
     text: str
@@ -146,14 +146,14 @@ class PairTemplate:
     bare: str = "{text}\n\n"
 
     def render(self, question: Question) -> str:
-        """The text that asks a question; blanks around the prompt and the responses are left out."""
+        """Format a question; spaces around the prompt and the responses are stripped."""
         prompt = question.prompt if isinstance(question.prompt, str) else dialogue(question.prompt)
         fields = {"prompt": prompt, "first": question.first, "second": question.second}
-        # In one pass: a response may hold what looks like a field.
+        # In one pass, since a response may contain text that looks like a field.
         return re.sub(r"\{(prompt|first|second)\}", lambda match: fields[match[1]].strip(), self.text)
 
     def verdict(self, answer: str) -> Verdict:
-        """The verdict in an answer. One that cannot be read is kept with its words."""
+        """Parse the verdict in an answer."""
         preference = self.parse(answer)
         if preference is None:
             return Verdict(None, f"no verdict in the answer: {answer.strip()}")
@@ -163,7 +163,7 @@ class PairTemplate:
 _LETTERS: Mapping[str, float] = {"a": 1.0, "b": 0.0, "tie": 0.5}
 _MARKS: Mapping[str, float] = {"A": 1.0, "B": 0.0, "C": 0.5}
 _DECISIONS: Mapping[str, float] = {"response 1": 1.0, "response 2": 0.0, "tie": 0.5}
-# The repeats are possessive: otherwise a row of marks, "!!!!…", takes time with the square of its length.
+# Possessive quantifiers: otherwise "!!!!…" takes quadratic time.
 _PLAIN = re.compile(
     r"\W*+(?:(?:my |the |final )*+(?:answer|verdict|choice|decision)(?: is)?)?\W*+"
     r"(?:response )?(a|b|tie)\W*+",
@@ -172,7 +172,7 @@ _PLAIN = re.compile(
 
 
 def parse_plain(answer: str) -> float | None:
-    r"""The verdict of an answer whose last line is ``A``, ``B`` or ``tie``, maybe after "Answer:".
+    r"""Parse an answer whose last line is ``A``, ``B`` or ``tie``, optionally after "Answer:".
 
     >>> parse_plain("B"), parse_plain("**Answer: tie**"), parse_plain("Both are short.\nResponse A.")
     (0.0, 0.5, 1.0)
@@ -185,7 +185,7 @@ def parse_plain(answer: str) -> float | None:
 
 
 def parse_marks(answer: str) -> float | None:
-    """The last ``[[A]]``, ``[[B]]`` or ``[[C]]`` (a tie) of an answer, which may quote the others before.
+    """Parse the last ``[[A]]``, ``[[B]]`` or ``[[C]]`` (a tie) of an answer.
 
     >>> parse_marks("Not [[A]], since it is wrong. [[B]]"), parse_marks("[[C]]"), parse_marks("A")
     (0.0, 0.5, None)
@@ -195,7 +195,7 @@ def parse_marks(answer: str) -> float | None:
 
 
 def parse_autoj(answer: str) -> float | None:
-    """What follows the last "final decision is": Response 1, Response 2 or Tie.
+    """Parse the words after the last "final decision is": Response 1, Response 2 or Tie.
 
     >>> parse_autoj("Both answer. So, the final decision is Response 2.")
     0.0
@@ -203,7 +203,7 @@ def parse_autoj(answer: str) -> float | None:
     True
     """
     _, mark, after = answer.lower().rpartition("final decision is")
-    # An answer that repeats the form, "Response 1 / Response 2 / Tie", decides nothing.
+    # An answer that repeats "Response 1 / Response 2 / Tie" has no decision.
     decision = re.match(r"\W*(response 1|response 2|tie)\b(?! */)", after)
     return _DECISIONS[decision[1]] if mark and decision else None
 
@@ -230,7 +230,7 @@ _BETTER = """\
 Decide which of them is the better one for the person who wrote the \
 prompt: more helpful, more correct, and to the point."""
 
-# The two criteria of the crowd workers of arXiv:2204.05862, in words of our own.
+# The two criteria of the crowd workers of arXiv:2204.05862, paraphrased.
 _HELPFUL = """\
 Decide which of them is the more helpful one, and by that alone: it does what the person asks, with honest \
 and correct answers and without asides. Whether the request should be granted is not the question."""
@@ -256,7 +256,7 @@ better, "[[B]]" if assistant B did, "[[C]]" if they tie.
 {second}
 [Assistant B's answer ends]"""
 
-# Auto-J was trained on exactly these words, the pairwise protocol of its paper.
+# Auto-J was trained with exactly this text, the pairwise protocol of its paper.
 _AUTOJ_TEXT = """\
 You are assessing two submitted responses on a given user's query and judging which response is better or \
 they are tied. Here is the data:
@@ -290,16 +290,16 @@ TEMPLATES: Mapping[str, PairTemplate] = {
     "helpful": _plain(_HELPFUL),
     "harmless": _plain(_HARMLESS),
 }
-"""Name → template. ``plain`` answers in a word, as do ``helpful`` and ``harmless``, which ask by one
-criterion each. ``mt-bench`` has the verdicts of MT-Bench's pairwise judge (arXiv:2306.05685), in words of our
-own. ``auto-j`` is the pairwise protocol of Auto-J (arXiv:2310.05470), a Llama 2 chat model."""
+"""Name → template. ``plain``, and ``helpful`` and ``harmless`` with one criterion each, ask for one word.
+``mt-bench`` has the verdicts of the pairwise judge of MT-Bench (arXiv:2306.05685), paraphrased. ``auto-j`` is
+the pairwise protocol of Auto-J (arXiv:2310.05470), a Llama 2 chat model."""
 
 
 def get_template(name: str) -> PairTemplate:
-    """The template of that name.
+    """Return a template by name.
 
     Raises:
-        ValueError: there is none; the message names all.
+        ValueError: there is no such template.
     """
     if name not in TEMPLATES:
         raise ValueError(
@@ -309,32 +309,32 @@ def get_template(name: str) -> PairTemplate:
 
 
 def criterion_template(criterion: str, template: str, judge: str) -> str:
-    """The name of the template that asks by a criterion.
+    """Return the name of the template for a criterion.
 
     Args:
         criterion: ``"helpful"`` or ``"harmless"``.
-        template: that was asked for; ``"plain"`` if none was.
-        judge: as ``--judge`` names it.
+        template: the requested template, ``"plain"`` by default.
+        judge: the value of ``--judge``.
 
     Raises:
-        ValueError: another template was asked for, or the judge is asked by none.
+        ValueError: another template was requested, or the judge uses no templates.
     """
     if template not in ("plain", criterion):
         raise ValueError(f"--criterion {criterion} has its own template: leave out --template {template}")
     if judge.partition(":")[0] not in ("endpoint", "local"):
         raise ValueError(
-            f"--criterion {criterion}: only a language model decides by it, not --judge {judge!r}"
+            f"--criterion {criterion} needs a language model as the judge (endpoint or local), not {judge!r}"
         )
     return criterion
 
 
 @dataclass(frozen=True)
 class NumberedPrompt:
-    """A prompt.
+    """A prompt of a file.
 
     Attributes:
-        row: its number among the prompts of its file or folder, from 1.
-        extra: the other columns that hold numbers or short texts.
+        row: its number in the file or folder, from 1.
+        extra: further columns with numbers or short texts.
     """
 
     row: int
@@ -345,12 +345,13 @@ class NumberedPrompt:
 def numbered_prompts(
     path: Path, column: str | None = None, encoding: str = "utf-8", usual: str = "auto"
 ) -> list[NumberedPrompt]:
-    """The prompts of a file, as :func:`prefed.data.prompts.read_prompts` reads them.
+    """Read the prompts of a file with :func:`prefed.data.prompts.read_prompts`.
 
     Args:
         path: a file or a folder.
-        column: of the prompts; left out: ``prompt``, or the prompt of preference pairs.
-        encoding, usual: of text files, and the format of preference pairs.
+        column: the column of prompts; defaults to ``prompt``, or the prompt of preference pairs.
+        encoding: of text files.
+        usual: the format of preference pairs.
 
     Raises:
         DataError: there is no such file, or a row has no prompt.
@@ -368,29 +369,27 @@ def references(
     prompt_column: str | None = None,
     encoding: str = "utf-8",
 ) -> list[str]:
-    """The reference answer to each prompt: the answer of the row with the same number.
-
-    A row names its prompt too, and it must be the same one: an answer to another prompt is never compared.
+    """Read the reference answer to each prompt; row k must have prompt k and its answer.
 
     Args:
-        column: of the answers.
-        prompt_column: of the prompts; left out: ``prompt``.
+        column: the column of answers.
+        prompt_column: the column of prompts; defaults to ``prompt``.
         encoding: of text files.
 
     Raises:
-        DataError: a row has another prompt or no answer, or there are not as many rows as prompts.
+        DataError: a row has another prompt or no answer, or the number of rows differs.
     """
     source = Source(path=str(path), columns=Columns(prompt=prompt_column, chosen=column))
     answers = []
     for number, (row, location) in enumerate(read_prompts(source, encoding), 1):
         if number <= len(prompts) and row.prompt != prompts[number - 1].prompt:
-            raise DataError(f"{location}: its prompt is not prompt {number}; row k is the answer to prompt k")
+            raise DataError(f"{location}: the prompt differs from prompt {number}; keep the order of rows")
         if row.response is None:
-            raise DataError(f"{location}: no answer in column {column!r}; name another with --column")
+            raise DataError(f"{location}: no answer in column {column!r}; choose another with --column")
         answers.append(row.response)
     if len(answers) != len(prompts):
         raise DataError(
-            f"{path}: {len(answers):,} rows, and there are {len(prompts):,} prompts; row k is the answer to "
-            "prompt k"
+            f"{path} has {len(answers):,} rows for {len(prompts):,} prompts; use one row per prompt, in the "
+            "same order"
         )
     return answers

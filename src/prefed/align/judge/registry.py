@@ -26,7 +26,7 @@ JUDGES: Mapping[str, Callable[[str, JudgeOptions], Judge]] = {
     "endpoint": EndpointJudge,
     "local": _local,
 }
-"""Name → what makes the judge of its argument. Two more, of runs, are in :mod:`prefed.runs.labels`."""
+"""Name → function that makes a judge from its argument. :mod:`prefed.runs.labels` has two more, for runs."""
 
 ARGUMENTS: Mapping[str, str] = {
     "reward": "FOLDER",
@@ -35,14 +35,14 @@ ARGUMENTS: Mapping[str, str] = {
     "selector": "RUN",
     "utility": "",
 }
-"""Name → its argument in ``NAME:ARGUMENT``; empty if it has none."""
+"""Name → metavariable of the argument in ``NAME:ARGUMENT``; empty without an argument."""
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """The name and the argument of a judge.
+    """Split the name and the argument of a judge.
 
     Raises:
-        ValueError: there is no such judge, or its argument is missing, or it has none.
+        ValueError: there is no such judge, or an argument is missing or superfluous.
 
     >>> split_name("endpoint:org/model:free"), split_name("utility")
     (('endpoint', 'org/model:free'), ('utility', ''))
