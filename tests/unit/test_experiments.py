@@ -292,8 +292,8 @@ def test_who_holds_what(place, tmp_path):
 
 
 def test_a_paper_table_of_two_seeds(place, tmp_path, monkeypatch):
-    """The run of the first seed and its evaluation are processes. The paper's figures are its cell's. Mean and
-    deviation are of the runs' own records. Given again, the command runs nothing and prints the same."""
+    """The run of the first seed and its evaluation are processes. The paper's figures are its cell's.
+    Mean and deviation are of the runs' own records. A repeated command runs nothing and prints the same."""
     name = "fedpdpo/table1/imdb-3/fedavg-dpo"
     table = tmp_path / "two.toml"
     head = f'title = "Two seeds"\nextends = "{EXPERIMENTS / "fedpdpo/table1.toml"}"\nseeds = [1, 2]\n'
