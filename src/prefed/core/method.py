@@ -126,8 +126,9 @@ class Proximal:
 
 @dataclass(frozen=True)
 class Penalty:
-    """Adds ``strength · Σ|t|`` (``"l1"``), ``strength · ‖t‖²`` (``"l2"``) or, for ``"gate"``,
-    ``strength · Σ sigmoid(t)`` over the named tensors to the loss.
+    """A penalty on the named tensors t, added to the loss.
+
+    ``"l1"``: ``strength · Σ|t|``; ``"l2"``: ``strength · ‖t‖²``; ``"gate"``: ``strength · Σ sigmoid(t)``.
     """
 
     kind: Literal["l1", "l2", "gate"]
@@ -335,7 +336,7 @@ class ClientTrainer(Protocol):
 class Exchange:
     """One download to each client and one upload from each, within a round.
 
-    With ``to="neighbours"`` there is no server. Each training client keeps its own copy of the server state:
+    With ``to="neighbours"`` there is no server. Each training client keeps a state like the server's:
     ``send`` turns it into the client's starting point and ``publish`` into the model that it predicts with.
     The client sends its upload to its neighbours in the round's graph and mixes the groups that it receives
     with its own, using the graph's weights; ``merge`` is not called. Such an upload has weight 1 and no
