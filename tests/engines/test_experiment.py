@@ -67,6 +67,12 @@ def experiment(place, method="feddpo", **changes):
     return Experiment.model_validate({**tree, **changes})
 
 
+@pytest.fixture(scope="module")
+def whole(place, tmp_path_factory):
+    """A run that nothing befell; to be read only."""
+    return run(experiment(place), tmp_path_factory.mktemp("whole") / "run")
+
+
 def left(path):
     """What must not depend on how a run was carried out."""
     return {name: value for name, value in toy.outcome(path).items() if not name.startswith("cache/")}
@@ -119,17 +125,17 @@ def test_alike_runs_share_the_reference_and_no_other_does(place, tmp_path, monke
     assert reference_folder(experiment(place, "fedper", evaluate={"every": 0}), tmp_path) != folder
 
 
-def test_a_run_leaves_what_it_returns(place, tmp_path):
+def test_a_run_leaves_what_it_returns(place, whole):
     """Its adapter is one that PEFT loads; w2, who has no test pair, is left out and counted."""
-    result = run(experiment(place), tmp_path / "run")
-    assert result.path == tmp_path / "run"
-    assert result.summary == json.loads((tmp_path / "run/summary.json").read_text())
+    result = whole
+    assert result.path.name == "run"
+    assert result.summary == json.loads((result.path / "summary.json").read_text())
     assert [record["round"] for record in result.rounds] == [1, 2, 3]
     assert set(result.summary["preference_accuracy"]["per_client"]) == {"w0", "w1"}
     assert result.summary["left_out"] == 1
     assert result.summary["parameters"]["trainable"] == result.server.tensors["model"].layout.size
     assert result.summary["bytes"]["up"] > 2 * 3 * 4 * result.summary["parameters"]["communicated"]
-    seen = RunReader(tmp_path / "run")
+    seen = RunReader(result.path)
     assert seen.server().tensors["model"].equal(result.server.tensors["model"])
 
     from peft import PeftModel
@@ -145,22 +151,20 @@ def test_a_run_leaves_what_it_returns(place, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [1, 5, 9])
-def test_interrupted_and_resumed_it_ends_the_same(place, tmp_path, steps):
+def test_interrupted_and_resumed_it_ends_the_same(place, whole, tmp_path, steps):
     """Stopped in the first round, between evaluations, and later; dropout and batches are drawn alike."""
-    run(experiment(place), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         run(experiment(place), tmp_path / "parts", callbacks=[toy.InterruptAt(steps)])
     run(experiment(place), tmp_path / "parts", resume=True)
-    assert left(tmp_path / "parts") == left(tmp_path / "whole")
+    assert left(tmp_path / "parts") == left(whole.path)
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_worker_processes_change_no_bit(place, tmp_path):
+def test_worker_processes_change_no_bit(place, whole, tmp_path):
     """Two of them. Fresh interpreters do in ``test_workers.py`` and ``test_taste_run.py``."""
-    run(experiment(place), tmp_path / "here")
     shared_out = experiment(place, engine={"threads": 1, "workers": 2, "visit_timeout": 600})
     run(shared_out, tmp_path / "there")
-    here, there = left(tmp_path / "here"), left(tmp_path / "there")
+    here, there = left(whole.path), left(tmp_path / "there")
     configs = [tomllib.loads(tree.pop("config.toml").decode()) for tree in (here, there)]
     assert here == there
     assert [config["engine"].pop("workers") for config in configs] == [0, 2]
@@ -239,11 +243,10 @@ def test_other_data_or_settings_are_not_resumed(place, tmp_path):
         run(experiment(place, seed=4), tmp_path / "run", resume=True)
 
 
-def test_the_settings_that_a_run_was_begun_with_are_in_its_commit(place, tmp_path):
+def test_the_settings_that_a_run_was_begun_with_are_in_its_commit(place, whole, tmp_path):
     """Without its ``config.toml`` it goes on with its own settings alone, and writes them again; a file that
     was edited is refused, but for where data and model lie, as they are told by their content."""
     run(experiment(place, rounds=1), tmp_path / "run")
-    run(experiment(place), tmp_path / "whole")
     file = tmp_path / "run/config.toml"
     text = file.read_text()
     file.unlink()
@@ -262,20 +265,19 @@ def test_the_settings_that_a_run_was_begun_with_are_in_its_commit(place, tmp_pat
     run(experiment(tmp_path / "moved", rounds=2), tmp_path / "run", resume=True)
     file.unlink()
     run(experiment(place), tmp_path / "run", resume=True)
-    assert left(tmp_path / "run") == left(tmp_path / "whole")
+    assert left(tmp_path / "run") == left(whole.path)
 
 
-def test_a_run_whose_data_and_model_moved_goes_on_and_notes_their_place(place, tmp_path):
+def test_a_run_whose_data_and_model_moved_goes_on_and_notes_their_place(place, whole, tmp_path):
     """Its ``config.toml`` names the new places. Other data at a new place are refused, after the last round
     too, and then the file stays as it was."""
     run(experiment(place, rounds=1), tmp_path / "run")
-    run(experiment(place), tmp_path / "whole")
     moved = shutil.copytree(place, tmp_path / "moved")
     run(experiment(moved, rounds=2), tmp_path / "run", resume=True)
     config = tomllib.loads((tmp_path / "run/config.toml").read_text())
     assert config == experiment(moved, rounds=2).tables()
     run(experiment(place), tmp_path / "run", resume=True)
-    assert left(tmp_path / "run") == left(tmp_path / "whole")
+    assert left(tmp_path / "run") == left(whole.path)
     with (moved / "train.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "More?", "chosen": " a", "rejected": " b", "worker": "w0"}) + "\n")
     for rounds in (3, 4):
@@ -339,7 +341,7 @@ def test_what_is_private_in_a_run_is_its_owners_to_read(place, tmp_path):
         assert not path.is_dir() or private or name in {*public, ".", "adapters/shared"}
 
 
-def test_a_start_that_failed_is_repaired_as_its_error_says(place, tmp_path):
+def test_a_start_that_failed_is_repaired_as_its_error_says(place, whole, tmp_path):
     """Rows are named, then a key, then a model; each repaired in turn, the last start runs. None leaves a
     directory: no run was begun."""
     lines = (place / "train.jsonl").read_text().splitlines(keepends=True)
@@ -356,8 +358,7 @@ def test_a_start_that_failed_is_repaired_as_its_error_says(place, tmp_path):
             run(asked, tmp_path / "run")
         assert not (tmp_path / "run").exists()
     run(experiment(place), tmp_path / "run")
-    run(experiment(place), tmp_path / "whole")
-    assert left(tmp_path / "run") == left(tmp_path / "whole")
+    assert left(tmp_path / "run") == left(whole.path)
 
 
 def test_where_a_run_goes(place):
@@ -371,7 +372,7 @@ def test_the_data_of_an_experiment(place, tmp_path):
     assert dataset.sizes["w0"].train > 10
 
 
-def test_a_start_that_came_to_no_round_is_started_again(place, tmp_path):
+def test_a_start_that_came_to_no_round_is_started_again(place, whole, tmp_path):
     """Neither a setting that shows itself wrong in the first visit nor a file that is repaired where it lies
     blocks the run that follows: it ends as one in a folder of its own does."""
     wrong = {"name": "feddpo", "local_steps": 2, "objective": "ppo", "reward_model": "no/such/model"}
@@ -379,8 +380,7 @@ def test_a_start_that_came_to_no_round_is_started_again(place, tmp_path):
     with pytest.raises(ModelError, match="no/such/model"):
         run(Experiment.model_validate({**tree, "method": wrong}), tmp_path / "again")
     run(experiment(place), tmp_path / "again")
-    run(experiment(place), tmp_path / "fresh")
-    assert left(tmp_path / "again") == left(tmp_path / "fresh")
+    assert left(tmp_path / "again") == left(whole.path)
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_bytes((place / f"{name}.jsonl").read_bytes())
     data = {**experiment(place).data.model_dump(exclude_none=True), "train": str(tmp_path / "train.jsonl")}
