@@ -80,7 +80,7 @@ def test_the_task_of_a_lost_worker_is_done_again(tmp_path, caplog, number):
     made, hit = [], []
 
     def make(job, states):
-        made.append(workers(2, timeout=10)(job, states))
+        made.append(workers(2, timeout=5)(job, states))
         return made[0]
 
     class Hits(Callback):
