@@ -205,7 +205,7 @@ def test_other_files_that_cannot_be_used(
 
 SETTINGS: dict[str, tuple[list[str], str]] = {
     "no room": (["data.max_length=4"], "12: response longer than max_length = 4\nThe shortest of these long pairs needs max_length ="),
-    "no room, and that is an error": (["data.max_length=4", "data.too_long=error"], "row 1: chosen has 7 tokens and max_length is 4"),
+    "no room, and that is an error": (["data.max_length=4", "data.too_long=error"], "row 1: chosen has 7 tokens, but max_length is 4"),
     "nothing with the column": (["data.partition.column=worker", "data.invalid=drop"], "no row has the column 'worker' of [data.partition] column"),
     "no margin to sort by": (["data.partition={by='margin',clients=2}"], "no row has the column 'margin' of [data.partition] by"),
     "no category": (["data.partition={by='dirichlet',clients=2}"], "no row has the column 'category' of [data.partition] column"),

@@ -108,11 +108,11 @@ VALUES = {
     "partition without a kind": ("data.partition={clients=3}", "data.partition: "),
     "a control character in a client's name": (
         'data.partition={by="column",column="c",groups={"a\\u001b[31m"=["x"]}}',
-        "the client's name 'a\\x1b[31m' contains the control character U+001B",
+        "client name 'a\\x1b[31m' contains the control character U+001B",
     ),
     "a client without a name": (
         'data.partition={by="column",column="c",groups={""=["x"]}}',
-        "a client's name is empty",
+        "empty client name",
     ),
     "an override without a value": ("nonsense", "--set nonsense: write key=value"),
     "an override without a key": ("=3", "--set =3: write key=value"),
@@ -134,13 +134,13 @@ CONFLICTS = {
     "size and fraction": (["cohort={size=2,fraction=0.5}"], "cohort: give size or fraction, not both"),
     "a source and a fraction": (
         ["data.test=pairs.jsonl", "data.test_fraction=0.2"],
-        "test and test_fraction exclude each other",
+        "set either test, for separate pairs, or test_fraction, for pairs taken from train",
     ),
     "nothing to train on": (
         ["data.test_fraction=0.6", "data.validation_fraction=0.4"],
-        "must leave pairs to train on",
+        "the sum of validation_fraction and test_fraction must be less than 1",
     ),
-    "one source for each client": (["data.partition={by='source'}"], 'by = "source" needs train = {name'),
+    "one source for each client": (["data.partition={by='source'}"], 'by = "source" requires train = {name'),
     "conflict by nothing": (["data.partition={by='conflict',clients=2}"], "needs either column"),
     "conflict by both": (
         ["data.partition={by='conflict',clients=2,flip=true,column='x'}"],

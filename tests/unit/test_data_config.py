@@ -40,7 +40,10 @@ def test_a_table_of_sources_is_one_client_each():
 
 def test_a_list_of_sources_is_named_after_its_files():
     assert set(DataConfig(train=["a/one.jsonl.gz", "b/two.csv"]).train) == {"one", "two"}
-    with pytest.raises(ValidationError, match="these names repeat"):
+    with pytest.raises(
+        ValidationError,
+        match="sources in a list are named after their files, and two names are equal; use a table",
+    ):
         DataConfig(train=["a/one.jsonl", "b/one.csv"])
 
 
@@ -49,10 +52,10 @@ def test_a_list_of_sources_is_named_after_its_files():
     [
         (
             {"partition": None},
-            r'partition assigns rows to clients, e\.g\. \{by = "iid", clients = 10\}',
+            r'set partition, e\.g\. to \{by = "iid", clients = 10\}',
         ),
         ({"partition": {"by": "random"}}, "iid"),
-        ({"partition": {"by": "source"}}, "needs train = {name"),
+        ({"partition": {"by": "source"}}, "requires train = {name"),
         ({"partition": {"by": "conflict", "clients": 4}}, "either column"),
         ({"partition": {"by": "conflict", "clients": 4, "flip": True, "column": "c"}}, "either column"),
         ({"partition": {"by": "conflict", "clients": 4, "flip": True, "ratio": 1}}, "less than 1"),
@@ -60,7 +63,10 @@ def test_a_list_of_sources_is_named_after_its_files():
         ({"partition": {"by": "iid", "clients": 2, "size": 1}}, "Extra inputs"),
         ({"test": "t.jsonl", "test_fraction": 0.1}, "test.*test_fraction"),
         ({"validation": "t.jsonl", "validation_fraction": 0.1}, "validation.*validation_fraction"),
-        ({"validation_fraction": 0.6, "test_fraction": 0.4}, "leave pairs to train on"),
+        (
+            {"validation_fraction": 0.6, "test_fraction": 0.4},
+            "the sum of validation_fraction and test_fraction must be less than 1",
+        ),
         ({"max_length": 1}, "greater than or equal to 2"),
         ({"train": {}}, "the table of sources is empty"),
         ({"tests": "t.jsonl"}, "Extra inputs"),
@@ -72,9 +78,9 @@ def test_refuses(change, message):
 
 
 def test_tables_of_other_roles_name_the_same_clients():
-    with pytest.raises(ValidationError, match="names from train's table"):
+    with pytest.raises(ValidationError, match="must be a table with names of clients in train"):
         DataConfig(train={"a": "a.csv"}, test={"b": "b.csv"})
-    with pytest.raises(ValidationError, match="names from train's table"):
+    with pytest.raises(ValidationError, match="must be a table with names of clients in train"):
         DataConfig(train={"a": "a.csv"}, test="b.csv")
 
 

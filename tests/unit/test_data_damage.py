@@ -79,7 +79,7 @@ def test_rows_beyond_the_token_set_are_refused(folder):
     rows = np.fromfile(folder / "held.i64", "<i8")
     rows[0] = 40
     rows.tofile(folder / "held.i64")
-    with pytest.raises(DataError, match=r"\(held\.i64 refers to rows beyond the last of 40\)"):
+    with pytest.raises(DataError, match=r"\(held\.i64 has row numbers outside the 40 rows\)"):
         FederatedDataset.open(folder)
 
 

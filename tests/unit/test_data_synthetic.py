@@ -117,7 +117,7 @@ def test_labels_follow_bradley_terry():
 def test_the_oracle_needs_utilities():
     with pytest.raises(ValueError, match="no records"):
         oracle_accuracy([])
-    with pytest.raises(ValueError, match="no known oracle"):
+    with pytest.raises(ValueError, match="a record has no utility_chosen or utility_rejected"):
         oracle_accuracy([Record("Q", "a", "b")])
 
 

@@ -54,7 +54,7 @@ def test_instruction_form():
     )
     assert chosen == " Text."
     assert template.prompt((Message("user", "Hi"),)) == instruction("Hi")
-    with pytest.raises(RowError, match="requires a prompt of a single user turn"):
+    with pytest.raises(RowError, match="requires prompts of a single user turn"):
         template.prompt(TALK)
 
 

@@ -1,4 +1,4 @@
-"""A selector's questions: which of two responses is better, asked in both orders."""
+"""Selector questions: which of two responses is better, asked in both orders."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from prefed.data.record import Prompt, Record
 from prefed.data.tokens import TokenSet, write_records
 
 Tokens: TypeAlias = tuple[list[int], list[int], list[int]]
-"""The token ids of a question and of its two continuations."""
+"""Token ids of a question and of its two continuations."""
 
 SHORTEST = 8
-"""No response is cut to fewer tokens."""
+"""Minimum number of tokens of a truncated response."""
 
 
 @dataclass(frozen=True)
 class Wording:
-    """The words around the texts.
+    """The wording of a question.
 
     Attributes:
-        head: what comes before the query, with ``fields`` of the record in braces.
-        query: the field that is the query; ``None`` for the record's prompt.
-        fields: the fields of :attr:`Record.extra <prefed.data.Record>` that are needed.
-        responses: both responses, each after its label.
-        tail: what comes after them. The letter follows after a blank.
+        head: text before the query, with ``fields`` of the record in braces.
+        responses: template of both responses with their labels.
+        tail: text after the responses, followed by a space and the letter.
+        query: field with the query; ``None`` for the record's prompt.
+        fields: required fields of :attr:`Record.extra <prefed.data.Record>`.
     """
 
     head: str
@@ -68,20 +68,20 @@ WORDINGS = {
         "\n### YOUR CHOICE:",
     ),
 }
-"""The wording of each ``[selector] template``. Source: FedBiscuit (ICLR 2025), figure 4, but ``general``."""
+"""Wording of each ``[selector] template``; ``summary`` and ``answer``: FedBiscuit (ICLR 2025), figure 4."""
 
 
 class ChoiceTemplate:
-    """Renders a selector's question for one tokenizer.
+    """Render selector questions for one tokenizer.
 
-    Blanks around a text are left out. A prompt that is one turn of a user is this turn's text. A longer
-    conversation takes the Human/Assistant form.
+    Texts are stripped. A single user turn is rendered as its text, a longer conversation in the
+    Human/Assistant form.
 
     Attributes:
-        letters: the token ids of the letters A and B where they end a question.
+        letters: token ids of the letters A and B at the end of a question.
 
     Raises:
-        DataError: the tokenizer does not end the two in two single tokens after an equal beginning.
+        DataError: the letters are not two distinct tokens after the same prefix.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ChoiceTemplate:
         self.letters = _letters(tokenizer, self._wording.tail)
 
     def question(self, record: Record) -> tuple[str, str]:
-        """The question up to the query, and the query.
+        """Return the beginning of the question, and the query.
 
         Raises:
             RowError: the record lacks a field of the template.
@@ -101,15 +101,15 @@ class ChoiceTemplate:
         if missing:
             raise RowError(
                 f"no {' and no '.join(missing)}",
-                f"A selector's {self._kind} template shows these fields. Use rows that have them, or set "
-                '[selector] template = "general".',
+                f'[selector] template = "{self._kind}" requires these fields. Use rows with them, or set '
+                'template = "general".',
             )
         fields = {name: str(record.extra[name]).strip() for name in wording.fields}
         query = _plain(record.prompt) if wording.query is None else fields[wording.query]
         return wording.head.format(**fields), query.strip()
 
     def branches(self, first: str, second: str) -> tuple[str, str]:
-        """The question's continuations that say that ``first`` is better: as A, and then as B."""
+        """Return the two continuations in which ``first`` is better: shown as A, and shown as B."""
         first, second = first.strip(), second.strip()
         return self._branch(first, second, "A"), self._branch(second, first, "B")
 
@@ -118,20 +118,21 @@ class ChoiceTemplate:
 
 
 class ChoiceEncoder:
-    """A selector's pairs: a question, and its two responses in both orders.
+    """Encode pairs as selector questions with the responses in both orders.
 
-    The responses are in alphabetical order, so which of them is chosen changes no token. The question and
-    each of its two continuations are tokenised separately, see
-    :func:`~prefed.data.encoding.continuation_ids`. Each continuation ends with the letter of the response
-    that comes first. This last token is a target, which the model does not read.
+    The responses are sorted alphabetically, so the tokens do not depend on which one is chosen. The question
+    and its two continuations are tokenised separately, see
+    :func:`~prefed.data.encoding.continuation_ids`. Each continuation ends with the letter of the
+    alphabetically first response. This last token is a target and not an input.
 
     Args:
         tokenizer: a transformers tokenizer.
         config: the ``[selector]`` table.
-        max_length: tokens that the model reads: the question and the longer continuation without its letter.
+        max_length: maximum number of input tokens: the question and the longer continuation without its
+            letter.
 
     Raises:
-        DataError: the tokenizer does not end the letters in two single tokens.
+        DataError: the letters are not two distinct tokens after the same prefix.
     """
 
     hint = 'Raise max_length, or set [selector] too_long = "shorten" or "drop".'
@@ -145,7 +146,7 @@ class ChoiceEncoder:
         self.letters: tuple[int, int] | None = self._template.letters
 
     def encode(self, records: Sequence[Record]) -> list[Outcome]:
-        """What becomes of each record."""
+        """Encode each record; see :class:`~prefed.data.encoding.Encoder`."""
         texts: list[tuple[str, str, str]] = []
         parts: list[tuple[str, str, str, str] | RowError] = []
         for record in records:
@@ -172,7 +173,7 @@ class ChoiceEncoder:
         return self._too_long(self._max_length + excess)
 
     def _shorten(self, head: str, query: str, first: str, second: str, excess: int) -> Outcome:
-        """Cut the responses' ends to a common number of tokens, then the query's beginning."""
+        """Truncate the responses to a common number of tokens, then cut the beginning of the query."""
         one, other, asked = (self._spans(text) for text in (first, second, query))
         needed = self._max_length + excess
         cap, room = max(len(one), len(other)), len(asked)
@@ -188,7 +189,7 @@ class ChoiceEncoder:
                 return self._too_long(self._max_length + excess)
             short = _beginning(first, one, cap), _beginning(second, other, cap)
             if short[0].strip() == short[1].strip():
-                # The two differ only in what does not fit.
+                # The responses differ only in the truncated part.
                 return self._too_long(needed)
             texts = head + _ending(query, asked, room).lstrip(), *self._template.branches(*short)
             (tokens,) = triple_ids(self._tokenizer, [texts])
@@ -196,7 +197,7 @@ class ChoiceEncoder:
         return self._encoded(tokens, cut=room < len(asked), shortened=short != (first, second))
 
     def _excess(self, tokens: Tokens) -> int:
-        """How many tokens too many the model would read."""
+        """The number of input tokens beyond ``max_length``."""
         prompt, *branches = tokens
         return len(self._start) + len(prompt) + max(map(len, branches)) - 1 - self._max_length
 
@@ -204,21 +205,22 @@ class ChoiceEncoder:
         prompt, first, second = tokens
         if (first[-1], second[-1]) != self.letters:
             return RowError(
-                "the tokenizer merges the answer letter of a selector's question with the text before it"
+                "the tokenizer merges the answer letter of the selector question with the text before it; "
+                "use a model with another tokenizer"
             )
         return Encoded([*self._start, *prompt], (first, second), cut, shortened)
 
     def _too_long(self, needed: int) -> TooLong:
         return TooLong(
-            f"a selector's question has {needed} tokens and max_length is {self._max_length}", needed
+            f"the selector question has {needed} tokens, but max_length is {self._max_length}", needed
         )
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Where each token of a text begins and ends in it."""
+        """Return the start and end of each token in the text."""
         if not getattr(self._tokenizer, "is_fast", False):
             raise DataError(
-                "this tokenizer does not report token offsets, so a long pair cannot be "
-                'shortened; set [selector] too_long = "drop"'
+                "this tokenizer does not report token offsets, so long pairs cannot be shortened; set "
+                '[selector] too_long = "drop"'
             )
         encoding = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
@@ -229,11 +231,7 @@ class ChoiceEncoder:
 def write_choices(
     folder: Path, tokenizer: Tokenizer, config: SelectorConfig, records: Iterable[Record], max_length: int
 ) -> TokenSet:
-    """Write a selector's questions about ``records``, as :func:`~prefed.data.tokens.write_records` does.
-
-    Args:
-        records: which response is the chosen one makes no difference to the tokens.
-        max_length: tokens that the model reads, as for :class:`ChoiceEncoder`.
+    """Write selector questions about ``records`` with :func:`~prefed.data.tokens.write_records`.
 
     Raises:
         DataError: a record lacks a field of the template, or is too long and ``too_long`` is ``error``.
@@ -243,20 +241,18 @@ def write_choices(
 
 
 def _letters(tokenizer: Tokenizer, tail: str) -> tuple[int, int]:
-    """The last token of the tail with either letter."""
+    """Return the last tokens of the tail followed by A and by B."""
     a, b = token_ids(tokenizer, [f"{tail} A", f"{tail} B"])
     unknown = getattr(tokenizer, "unk_token_id", None)
     if not a or not b or a[:-1] != b[:-1] or a[-1] == b[-1] or unknown in (a[-1], b[-1]):
         raise DataError(
-            f'the tokenizer does not end "{tail.strip()} A" and "{tail.strip()} B" in two distinct tokens '
-            f"after the same prefix (got {a} and {b}), so a selector has no letter to answer "
-            "with; use a model with another tokenizer"
+            f'a selector needs a tokenizer that encodes "{tail.strip()} A" and "{tail.strip()} B" with the '
+            f"same prefix and two distinct last tokens, not as {a} and {b}; use another model"
         )
     return a[-1], b[-1]
 
 
 def _plain(prompt: Prompt) -> str:
-    """A prompt as plain text."""
     if isinstance(prompt, str):
         return prompt
     return prompt[0].content if [turn.role for turn in prompt] == ["user"] else dialogue(prompt)
@@ -267,11 +263,11 @@ def _total(one: Sequence[object], other: Sequence[object], cap: int) -> int:
 
 
 def _beginning(text: str, spans: Sequence[tuple[int, int]], count: int) -> str:
-    """The first ``count`` tokens of a text, less a character that the next token shares."""
+    """Return the first ``count`` tokens of a text, without a character shared with the next token."""
     return text if count >= len(spans) else text[: min(spans[count - 1][1], spans[count][0])]
 
 
 def _ending(text: str, spans: Sequence[tuple[int, int]], count: int) -> str:
-    """The last ``count`` tokens of a text, less a character that the token before shares."""
+    """Return the last ``count`` tokens of a text, without a character shared with the token before."""
     first = len(spans) - count
     return text if first <= 0 else text[max(spans[first - 1][1], spans[first][0]) :]

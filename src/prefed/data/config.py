@@ -1,4 +1,4 @@
-"""The ``[data]`` table: the sources of preference pairs, and their partition into clients; ``[selector]``."""
+"""The ``[data]`` and ``[selector]`` tables."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from prefed.core.text import control_character
 
 
 class Columns(StrictModel):
-    """The names of a source's columns. A dot leads into a nested column: ``"question.full_text"``.
+    """Column names of a source. A dot selects a nested column: ``"question.full_text"``.
 
     Attributes:
-        prompt: leave it out where chosen and rejected are whole dialogues with a common beginning.
+        prompt: omit it if chosen and rejected are whole dialogues with a common beginning.
         chosen: the preferred response.
         rejected: the other response.
-        margin: how strongly it is preferred.
-        client: the person or organisation that has this preference.
+        margin: strength of the preference.
+        client: the person or organisation with this preference.
         category: a label within the task.
-        domain: the data set that the row comes from.
+        domain: the dataset of the row.
         split: ``train``, ``validation`` or ``test``.
     """
 
@@ -36,20 +36,20 @@ class Columns(StrictModel):
 
 
 class Source(StrictModel):
-    """A file, a folder of files or a hub data set. A plain string in its place is its ``path``.
+    """A file, a folder of files or a hub dataset. A plain string is short for its ``path``.
 
     Attributes:
         path: a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` (each also ``.gz``) or ``.parquet`` file, a folder
-            of such files (read in the order of their names, subfolders included), a folder that ``datasets``
-            saved, or a hub name such as ``Anthropic/hh-rlhf``.
-        format: how a row becomes a pair: a name of :data:`prefed.data.FORMATS` or that format's hub name.
-            ``None`` takes ``data.format``.
-        columns: the names of the columns, in place of a format.
-        subset: hub only: the configuration or folder, e.g. ``harmless-base``.
-        split: of a hub set, or of a saved one with several: the split. ``None`` takes the one of the source's
-            role, e.g. ``test`` under ``data.test``.
-        revision: hub only: a branch, tag or commit.
-        encoding: the encoding of text files. ``None`` takes ``data.encoding``.
+            of such files (sorted by name, including subfolders), a folder saved by ``datasets``, or a hub
+            name such as ``Anthropic/hh-rlhf``.
+        format: how a row becomes a pair: a name in :data:`prefed.data.FORMATS` or the hub name of a format.
+            Default: ``data.format``.
+        columns: column names, instead of a format.
+        subset: configuration or folder of a hub dataset, e.g. ``harmless-base``.
+        split: split of a hub dataset, or of a saved dataset with several splits. Default: the role of the
+            source, e.g. ``test`` for ``data.test``.
+        revision: branch, tag or commit of a hub dataset.
+        encoding: encoding of text files. Default: ``data.encoding``.
     """
 
     path: str = Field(min_length=1)
@@ -67,24 +67,24 @@ Sizes: TypeAlias = Annotated[float, Field(ge=0)] | list[Annotated[float, Field(g
 
 def _check_name(name: str) -> str:
     if not name:
-        raise ValueError("a client's name is empty")
+        raise ValueError("empty client name")
     control = control_character(name)
     if control is not None:
-        raise ValueError(f"the client's name {name!r} contains the control character {control}")
+        raise ValueError(f"client name {name!r} contains the control character {control}")
     return name
 
 
 Name: TypeAlias = Annotated[str, AfterValidator(_check_name)]
-"""The id of a client: text without control characters."""
+"""Client id: text without control characters."""
 
 
 class Iid(StrictModel):
     """Shuffle the pairs and cut them into equal shards, or into shards of the given ``sizes``.
 
     Attributes:
-        clients: the number of clients.
-        sizes: the relative sizes of the clients: the exponent a of a power law, so that client k's share is
-            proportional to (k+1)^−a, or one positive weight per client. Absolute sizes may serve as weights.
+        clients: number of clients.
+        sizes: relative sizes of the clients: one positive weight per client, or the exponent a of a power law
+            (client k has a share proportional to (k+1)^−a).
     """
 
     by: Literal["iid"] = "iid"
@@ -93,9 +93,10 @@ class Iid(StrictModel):
 
 
 class ByColumn(StrictModel):
-    """One client per value of a column; with ``groups``, one per named group of values.
+    """One client per value of a column or, with ``groups``, per group of values.
 
-    FedBiscuit's 53 annotators and FedPDPO's (arXiv:2603.19741) 3 or 11 programming languages.
+    Examples: the 53 annotators of FedBiscuit, the 3 or 11 programming languages of FedPDPO
+    (arXiv:2603.19741).
 
     Attributes:
         column: the column of the values.
@@ -108,16 +109,15 @@ class ByColumn(StrictModel):
 
 
 class Dirichlet(StrictModel):
-    """Divide each category in proportions drawn from Dir(alpha). Two clients never have the same prompt.
+    """Divide each category in proportions drawn from Dir(alpha), with each prompt at only one client.
 
     FedBiscuit: SHP, alpha 0.3, 200 clients. FedSDG: alpha 0.1, 0.3 and 1.
 
     Attributes:
         column: the column of the categories.
-        alpha: small values give each category to few clients.
-        clients: the number of clients.
-        share_prompts: allow two clients to have the same prompt. This suits data whose few prompts occur in
-            all categories.
+        alpha: small values concentrate each category on few clients.
+        clients: number of clients.
+        share_prompts: allow clients to share prompts, for data with few prompts that occur in all categories.
     """
 
     by: Literal["dirichlet"] = "dirichlet"
@@ -133,7 +133,7 @@ class Margin(StrictModel):
     Source: FedPDPO (arXiv:2603.19741), D.1.2.
 
     Attributes:
-        clients: the number of clients.
+        clients: number of clients.
         sizes: as for ``iid``.
     """
 
@@ -143,16 +143,16 @@ class Margin(StrictModel):
 
 
 class BySource(StrictModel):
-    """One data set per client: ``data.train`` is a table of names and sources (FedPDPO, cross-domain)."""
+    """One dataset per client: ``data.train`` is a table of names and sources (FedPDPO, cross-domain)."""
 
     by: Literal["source"] = "source"
 
 
 class ByFile(StrictModel):
-    """One file per client: ``data.train`` is a folder, and a client is called as its file is.
+    """One file per client: ``data.train`` is a folder, and ``ann.jsonl.gz`` belongs to client ``ann``.
 
-    ``ann.jsonl.gz`` belongs to client ``ann``. Files in subfolders count too; two of one name are refused.
-    The folders of ``data.validation`` and ``data.test`` have files of the same names.
+    Subfolders are included, and duplicate names are refused. Files in the folders of ``data.validation`` and
+    ``data.test`` have the same names.
     """
 
     by: Literal["file"] = "file"
@@ -162,13 +162,13 @@ class Conflict(StrictModel):
     """Two kinds of clients with opposite preferences (FedVPA-GP: 50/50, 70/30, 30/70).
 
     Attributes:
-        clients: the number of clients.
-        ratio: the share of clients that are of the first kind.
-        column: the column of two categories, e.g. helpful and harmless. A client gets pairs of one of them.
-        categories: the two categories, in the order of the kinds. ``None`` takes those in the data, sorted.
-        flip: in place of a column: all pairs are shuffled and divided, and clients of the second kind have
-            chosen and rejected swapped.
-        sizes: the relative sizes of the clients of each kind, as for ``iid``.
+        clients: number of clients.
+        ratio: share of clients of the first kind.
+        column: the column of two categories, e.g. helpful and harmless. Each client has pairs of one only.
+        categories: the two categories, in the order of the kinds. Default: those in the data, sorted.
+        flip: instead of a column: divide all pairs at random, and swap chosen and rejected for clients of the
+            second kind.
+        sizes: relative sizes of the clients of each kind, as for ``iid``.
     """
 
     by: Literal["conflict"] = "conflict"
@@ -189,19 +189,18 @@ class Conflict(StrictModel):
 Partition: TypeAlias = Annotated[
     Iid | ByColumn | Dirichlet | Margin | BySource | ByFile | Conflict, Field(discriminator="by")
 ]
-"""The ``[data.partition]`` table: how rows are assigned to clients. ``by`` names the rule."""
+"""The ``[data.partition]`` table: ``by`` names the rule that assigns rows to clients."""
 
 
 class SelectorConfig(StrictModel):
-    """The ``[selector]`` table: how a selector is asked which of two responses is better.
+    """The ``[selector]`` table: how to ask a selector which of two responses is better.
 
     Attributes:
-        template: the words around the texts. ``summary`` and ``answer`` are those of FedBiscuit's figure 4;
-            ``summary`` shows the fields subreddit, title and post of a record. ``general`` is a short one for
-            any pair.
-        too_long: what happens to a pair that is longer than ``data.max_length``. ``shorten`` cuts the ends of
-            both responses to a common number of tokens, at least 8, and then the beginning of the prompt.
-            ``drop`` leaves it out and counts it, ``error`` refuses it.
+        template: wording of the question. ``summary`` and ``answer`` are from FedBiscuit, figure 4;
+            ``summary`` requires the columns subreddit, title and post. ``general`` suits any pair.
+        too_long: how to treat a question longer than ``data.max_length``. ``shorten`` truncates both
+            responses to the same number of tokens, at least 8, and then cuts the beginning of the prompt.
+            ``drop`` drops and counts the pair, ``error`` refuses it.
     """
 
     template: Literal["general", "summary", "answer"] = "general"
@@ -213,42 +212,40 @@ class DataConfig(StrictModel):
 
     Attributes:
         train: a source, or a table of names and sources. Each name becomes the ``domain`` of its rows.
-        validation: like ``train``. These rows serve to choose a model and are never trained on.
-        test: like ``train``. These rows serve to evaluate.
-        partition: which client gets which rows. It may be left out where ``train`` is a table: then each
-            source is one client.
-        format: how a row becomes a pair, for all sources without a format. ``auto`` detects the known sets by
-            their columns and otherwise expects prompt, chosen and rejected.
-        columns: the names of the columns, in place of a format.
-        encoding: the encoding of text files.
-        template: how conversations are rendered. ``chat`` is the tokenizer's chat template, ``dialogue`` the
-            Human/Assistant form. ``auto`` takes the first if the tokenizer has one, otherwise the second.
-            ``instruction`` is the form of Alpaca and of FedBiscuit's figure 4, for prompts of a single turn.
-        max_length: tokens of a prompt and the longer of its responses together. A longer prompt loses its
+        validation: like ``train``: rows for model selection, never for training.
+        test: like ``train``: rows for evaluation.
+        partition: how to assign rows to clients. If ``train`` is a table, the default is one client per
+            source.
+        format: default format of the sources. ``auto`` detects known datasets by their columns and otherwise
+            expects prompt, chosen and rejected.
+        columns: column names, instead of a format.
+        encoding: encoding of text files.
+        template: how to render conversations. ``chat`` is the tokenizer's chat template, ``dialogue`` the
+            Human/Assistant form. ``auto`` is ``chat`` if the tokenizer has a template, else ``dialogue``.
+            ``instruction`` is the form of Alpaca and of FedBiscuit, figure 4, for single-turn prompts.
+        max_length: maximum number of tokens of a prompt with its longer response. Longer prompts lose their
             beginning.
-        too_long: what happens to a pair whose longer response leaves no room for a token of the prompt.
-        invalid: what happens to a row with a blank response or a malformed field. ``error`` names it,
-            ``drop`` leaves it out and counts it. A pair of two equal responses is always left out and
-            counted.
-        duplicates: what happens to a pair that occurs twice within a client (of a natural partition), or
-            within the whole set (of any other). ``drop`` keeps the first, ``keep`` keeps all, ``error``
-            refuses them. ``drop_tested`` is ``drop`` across clients: no client trains or is validated on a
-            pair that any client is tested on, and none trains on one that any client is validated on.
-        rows: the largest number of rows to read from each source, or from each client's file.
-        score: the part of a text whose log-probability a loss reads. ``response`` is the usual. ``whole`` is
-            prompt and response: a pair has no prompt then but the end-of-text token, and a text that is too
-            long loses its end (Distributed DPO's code).
-        tail_characters: with ``whole``: the last so many characters of each text are kept.
-        min_characters: leave pairs out, and count them, of which a response has fewer characters; with
-            ``whole`` a text.
-        limit: the largest number of training pairs per client. They are drawn at random.
-        validation_fraction: the share of each client's pairs to take for validation where there is no
-            validation source.
-        test_fraction: the share of each client's pairs to take for test. ``None`` is 0.1 where nothing else
-            provides test rows. With one data set or file per client, fractions apply to the clients that the
-            other tables or folders do not name.
-        split_by: what stays together when a fraction is taken: equal pairs, or all pairs of a prompt.
-        flip: clients whose chosen and rejected are swapped.
+        too_long: how to treat a pair with a response that leaves no room for a token of the prompt.
+        invalid: how to treat a row with a blank response or a malformed field. ``error`` reports it, ``drop``
+            drops and counts it. Pairs of equal responses are always dropped and counted.
+        duplicates: how to treat repeated pairs within a client (natural partitions) or within the whole
+            dataset (other partitions). ``drop`` keeps the first, ``keep`` keeps all, ``error`` refuses them.
+            ``drop_tested`` is ``drop`` and, across clients, excludes test pairs from training and validation,
+            and validation pairs from training.
+        rows: maximum number of rows to read from each source, or from the file of each client.
+        score: tokens whose log-probability enters the loss: ``response``, or ``whole`` for prompt and
+            response. With ``whole``, the prompt is only the end-of-text token, and texts that are too long
+            lose their end (code of Distributed DPO).
+        tail_characters: with ``whole``: number of characters to keep at the end of each text.
+        min_characters: drop and count pairs with a shorter response or, with ``whole``, a shorter text.
+        limit: maximum number of training pairs per client, drawn at random.
+        validation_fraction: share of the pairs of each client to use for validation if there is no validation
+            source.
+        test_fraction: share of the pairs of each client to use for testing. Default: 0.1 if there are no
+            other test rows. With one dataset or file per client, fractions apply to clients without a
+            validation or test source.
+        split_by: keep equal pairs, or all pairs of a prompt, in the same split.
+        flip: clients with chosen and rejected swapped.
 
     >>> config = DataConfig(train="pairs.jsonl", partition={"by": "iid", "clients": 4})
     >>> config.partition.clients, config.train.path
@@ -289,7 +286,7 @@ class DataConfig(StrictModel):
             named = {Path(str(item)).name.split(".")[0]: item for item in value}
             if len(named) != len(value):
                 raise ValueError(
-                    "sources in a list are named after their files, but these names repeat: use a table"
+                    "sources in a list are named after their files, and two names are equal; use a table"
                 )
             value = named
         if isinstance(value, dict) and "path" not in value:
@@ -306,8 +303,8 @@ class DataConfig(StrictModel):
             if isinstance(train, list | tuple) or (isinstance(train, dict) and "path" not in train):
                 return {**values, "partition": {"by": "source"}}
             raise ValueError(
-                'partition assigns rows to clients, e.g. {by = "iid", clients = 10}, '
-                '{by = "column", column = "worker"}, or {by = "file"} for a folder with one file per client'
+                'set partition, e.g. to {by = "iid", clients = 10}, {by = "column", column = "worker"}, or '
+                '{by = "file"} for a folder with one file per client'
             )
         return values
 
@@ -315,12 +312,12 @@ class DataConfig(StrictModel):
     def _consistent(self) -> DataConfig:
         if isinstance(self.partition, BySource):
             if not isinstance(self.train, dict):
-                raise ValueError('by = "source" needs train = {name = source, …}: one dataset per client')
+                raise ValueError('by = "source" requires train = {name = source, …}: one dataset per client')
             for role in ("validation", "test"):
                 sources = getattr(self, role)
                 if sources is not None and (not isinstance(sources, dict) or set(sources) - set(self.train)):
                     raise ValueError(
-                        f'with by = "source", {role} must be a table with names from train\'s table'
+                        f'with by = "source", {role} must be a table with names of clients in train'
                     )
         elif isinstance(self.partition, ByFile):
             for role in ("train", "validation", "test"):
@@ -330,20 +327,23 @@ class DataConfig(StrictModel):
             for role in ("validation", "test"):
                 if getattr(self, role) is not None and getattr(self, f"{role}_fraction"):
                     raise ValueError(
-                        f"{role} and {role}_fraction exclude each other: {role} names separate pairs, "
-                        f"{role}_fraction takes them from train. Remove one"
+                        f"set either {role}, for separate pairs, or {role}_fraction, for pairs taken from "
+                        "train"
                     )
         if self.tail_characters is not None and self.score != "whole":
-            raise ValueError('tail_characters requires score = "whole": set it, or remove tail_characters')
+            raise ValueError('tail_characters requires score = "whole"')
         by_prompt = isinstance(self.partition, Dirichlet) and not self.partition.share_prompts
         if self.score == "whole" and (by_prompt or self.split_by == "prompt"):
-            raise ValueError('score = "whole" leaves no prompts to group pairs by')
+            raise ValueError(
+                'score = "whole" leaves no prompts to group pairs by; set split_by = "pair" and, for a '
+                "Dirichlet partition, share_prompts = true"
+            )
         if self.validation_fraction + (self.test_fraction or 0.0) >= 1:
-            raise ValueError("validation_fraction and test_fraction together must leave pairs to train on")
+            raise ValueError("the sum of validation_fraction and test_fraction must be less than 1")
         return self
 
     def sources(self) -> list[tuple[str, str | None, Source]]:
-        """All sources as (role, name, source). The name is ``None`` if the role has a single source."""
+        """Return all sources as (role, name, source). A single source has no name."""
         sources: list[tuple[str, str | None, Source]] = []
         for role in ("train", "validation", "test"):
             value = getattr(self, role)

@@ -1,4 +1,4 @@
-"""A federated dataset: its clients, the rows of each client, and the tokens of all rows on disk."""
+"""A federated dataset: clients, the rows of each client, and the tokens of all rows on disk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CLIENTS = "clients.json"
 LEFT_OUT = (
     *("invalid", "identical", "ties", "too_long", "short", "duplicates", "leaks", "unplaced", "limited"),
 )
-"""The counts of rows that were left out: names of fields of :class:`RowCounts`."""
+"""Fields of :class:`RowCounts` that count dropped rows."""
 
 
 class ClientSizes(NamedTuple):
-    """How many pairs one client has in each split."""
+    """The number of pairs of one client in each split."""
 
     train: int
     validation: int
@@ -35,7 +35,7 @@ class ClientSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ClientData:
-    """One client's rows by split: sorted ``int64`` indices into the token set. No pair is in two splits."""
+    """The rows of one client by split: sorted ``int64`` indices into the token set."""
 
     id: str
     train: NDArray[np.int64]
@@ -44,25 +44,25 @@ class ClientData:
 
 
 class RowCounts(StrictModel):
-    """Counts of the rows that were read, left out and used.
+    """Numbers of rows read, dropped and used.
 
     Attributes:
-        read: rows read; where a row has several comparisons, each of them.
-        invalid: left out as malformed or blank (with ``invalid = "drop"``).
-        identical: left out because both responses are the same.
-        ties: left out because the source prefers neither response.
-        too_long: left out because a response, or a selector's question, is longer than the limit.
-        cut: prompts whose beginning was cut off so that they fit.
-        shortened: pairs of a selector, or whole texts, that were cut at their ends so that they fit.
-        short: left out because a text has fewer characters than ``min_characters``.
-        prefixes: pairs whose responses repeated the prompt; the repetition was removed.
-        duplicates: left out as repeats.
-        leaks: left out of training (or validation) because the pair is also a test pair.
-        unplaced: validation and test rows that belong to no client that trains.
-        limited: training pairs left out by ``limit``.
-        dropped: clients without a training pair, left out.
-        kept: rows that belong to a client.
-        needed: the ``max_length`` with which no pair would be too long; 0 where none is.
+        read: rows read, counting each comparison of a row.
+        invalid: dropped: malformed or blank (with ``invalid = "drop"``).
+        identical: dropped: equal responses.
+        ties: dropped: the source prefers neither response.
+        too_long: dropped: response or selector question too long.
+        cut: prompts truncated at the beginning.
+        shortened: selector pairs or whole texts truncated at the end.
+        short: dropped: a text has fewer than ``min_characters`` characters.
+        prefixes: pairs with a prompt removed from both responses.
+        duplicates: dropped: repeated pairs.
+        leaks: dropped from training (or validation): also test pairs.
+        unplaced: validation and test rows without a training client.
+        limited: dropped by ``limit``.
+        dropped: clients dropped for lack of training pairs.
+        kept: rows assigned to a client.
+        needed: smallest ``max_length`` that would fit all pairs; 0 if all fit.
     """
 
     read: int = 0
@@ -84,24 +84,24 @@ class RowCounts(StrictModel):
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Why rows were left out, by the names above → how many; none that are 0."""
+        """The nonzero counts of dropped rows, by field name."""
         return {name: count for name in LEFT_OUT if (count := getattr(self, name))}
 
     @property
     def rows(self) -> int:
-        """All rows: those kept and those left out."""
+        """The number of kept and dropped rows."""
         return self.kept + sum(self.left_out.values())
 
 
 class Findings(StrictModel):
-    """What a person should know of the clients of a dataset, where the data themselves name them.
+    """Warnings about the clients and files of a dataset.
 
     Attributes:
-        lost: client → rows of it that were left out, as far as it is known whose they were. Rows beyond
-            ``data.limit`` do not count.
-        gone: clients that have training rows, of which none is left.
-        similar: names that may be meant as one.
-        ignored: files in the sources' folders that were not read.
+        lost: client → number of dropped rows, if the data name the clients. Rows beyond ``data.limit`` do not
+            count.
+        gone: clients that lost all training rows.
+        similar: groups of names that may denote the same client.
+        ignored: files in source folders that were not read.
     """
 
     lost: dict[str, int] = Field(default_factory=dict)
@@ -111,9 +111,9 @@ class Findings(StrictModel):
 
 
 def similar_names(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Groups of names that differ in case, in blanks or in how a letter is encoded, and in nothing else.
+    """Group names that differ only in case, whitespace or Unicode normalisation.
 
-    A name with blanks around it is such a group by itself.
+    A name with leading or trailing whitespace is a group by itself.
 
     >>> similar_names(["Ann", "ben", "ann ", "Ann Lee", "Ann  Lee"])
     (('Ann', 'ann '), ('Ann  Lee', 'Ann Lee'))
@@ -126,7 +126,7 @@ def similar_names(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 class _Clients(Mapping[str, ClientData]):
-    """Clients by id. Each is made from one array of all rows when it is asked for."""
+    """Clients by id, created on access from one array of all rows."""
 
     def __init__(self, ids: tuple[str, ...], rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> None:
         self._index = {name: k for k, name in enumerate(ids)}
@@ -145,16 +145,16 @@ class _Clients(Mapping[str, ClientData]):
 
 @dataclass(frozen=True)
 class FederatedDataset:
-    """Clients and the token set that their rows index.
+    """Clients, and the token set indexed by their rows.
 
     Attributes:
-        clients: by id; each has a training pair.
-        sizes: client → its number of pairs in each split. They are known without the pairs too.
-        tokens: the tokens and texts of all rows.
-        flipped: clients whose chosen and rejected responses are swapped.
-        row_counts: counts of the rows that were read.
-        fingerprint: SHA-256 over the data and their owners. A run resumes only on an equal one.
-        findings: what a person should know of the clients.
+        clients: id → client, each with at least one training pair.
+        sizes: client → numbers of pairs, also known if the pairs are not on this machine.
+        tokens: tokens and texts of all rows.
+        flipped: clients with chosen and rejected swapped.
+        row_counts: numbers of rows read, dropped and used.
+        fingerprint: SHA-256 of the data and their assignment to clients. A resumed run requires the same one.
+        findings: warnings about clients and files.
     """
 
     clients: Mapping[str, ClientData]
@@ -173,7 +173,7 @@ class FederatedDataset:
         """Open the dataset that :func:`prefed.data.build_dataset` wrote into ``folder``.
 
         Raises:
-            DataError: the folder holds none, or a file is damaged.
+            DataError: the folder contains no dataset, or a file is damaged.
         """
         manifest = read_manifest(folder)
         try:
@@ -191,7 +191,7 @@ class FederatedDataset:
             if not np.array_equal(bounds[:, 0], ends[:-1]) or len(rows) != ends[-1]:
                 raise ValueError(f"held.i64 and bounds.i64 differ: {len(rows):,} rows, not {ends[-1]:,}")
             if len(rows) and not (rows.min() >= 0 and rows.max() < len(tokens)):
-                raise ValueError(f"held.i64 refers to rows beyond the last of {len(tokens):,}")
+                raise ValueError(f"held.i64 has row numbers outside the {len(tokens):,} rows")
         except DataError:
             raise
         except (OSError, ValueError, KeyError) as error:
@@ -208,7 +208,7 @@ class FederatedDataset:
 
     @classmethod
     def without_pairs(cls, sizes: Mapping[str, ClientSizes]) -> FederatedDataset:
-        """A dataset whose pairs are not on this machine: it knows its clients and their sizes alone."""
+        """Return a dataset of which only the clients and their sizes are on this machine."""
         none = np.zeros(0, np.int64)
         clients = {name: ClientData(name, none, none, none) for name in sizes}
         return cls(clients, sizes, TokenSet.empty(), frozenset(), RowCounts(), "")
@@ -220,7 +220,7 @@ class FederatedDataset:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read ``clients.json``: the clients, the sources of their rows, and the digests of all other files.
+    """Read ``clients.json``: clients, inputs, and the digests of all other files.
 
     Raises:
         DataError: the file is missing or damaged.
@@ -232,4 +232,4 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _damaged(folder: Path, error: object) -> str:
-    return f"{folder} holds no complete federation ({error}); delete it to rebuild it"
+    return f"{folder} is not a complete dataset ({error}); delete it to rebuild it"

@@ -1,4 +1,4 @@
-"""Templates for prompts and responses, and encoders: how a record becomes token ids."""
+"""Templates and encoders: how a record becomes token ids."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeAlias
 
 from prefed.data.errors import DataError, RowError
-from prefed.data.record import Message, Prompt, Record
+from prefed.data.record import Message, Prompt, Record, plain_prompt
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The interface of a transformers tokenizer."""
 
     eos_token_id: int | None
     bos_token_id: int | None
     chat_template: Any
 
     def __call__(self, text: Any, **options: Any) -> Any:
-        """The token ids of one or several texts, under the key ``"input_ids"``."""
+        """Return the token ids of one or several texts, under the key ``"input_ids"``."""
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        """The text of a conversation."""
+        """Return the text of a conversation."""
 
 
 def dialogue(messages: Sequence[Message]) -> str:
-    r"""A conversation in the Human/Assistant form. The text ends where the assistant's response begins.
+    r"""Render a conversation in the Human/Assistant form, up to the beginning of the response.
 
     >>> dialogue([Message("user", "Hi")])
     '\n\nHuman: Hi\n\nAssistant:'
@@ -37,10 +37,11 @@ def dialogue(messages: Sequence[Message]) -> str:
 
 
 def instruction(text: str, context: str | None = None) -> str:
-    r"""An instruction as a prompt: the generation templates of FedBiscuit (ICLR 2025), figure 4.
+    r"""Render an instruction with the generation templates of FedBiscuit (ICLR 2025), figure 4.
 
     Args:
-        context: what the instruction is about, where it does not say it itself.
+        text: the instruction.
+        context: its input, if any.
 
     >>> instruction("Name a colour.").splitlines()[-3:]
     ['Name a colour.', '', '### Response:']
@@ -54,24 +55,19 @@ def instruction(text: str, context: str | None = None) -> str:
 
 
 def _instruction_of(messages: Sequence[Message]) -> str:
-    """The instruction in a user's turn, with the input that it is about if it names one.
-
-    Raises:
-        RowError: there are other turns.
-    """
     if [turn.role for turn in messages] != ["user"]:
-        raise RowError('template = "instruction" requires a prompt of a single user turn')
+        raise RowError('template = "instruction" requires prompts of a single user turn')
     text, mark, context = messages[0].content.partition("\n\n### Input:\n")
     return instruction(text, context if mark else None)
 
 
 class Template:
-    """Renders prompts and responses for one tokenizer.
+    """Render prompts and responses for one tokenizer.
 
     A text prompt and its responses are used unchanged. A conversation is rendered with the tokenizer's chat
-    template, up to and including the mark that opens the assistant's turn. Its responses end with the mark
-    that closes a turn. Without a chat template a conversation takes the Human/Assistant form, or that of an
-    :func:`instruction`. There a response begins with a blank.
+    template: the prompt includes the beginning of the assistant turn, and each response the end of it.
+    Without a chat template, a conversation is rendered in the Human/Assistant form or as an
+    :func:`instruction`, and a response begins with a space.
 
     Raises:
         DataError: ``kind`` is ``chat`` and the tokenizer has no chat template.
@@ -90,17 +86,17 @@ class Template:
         self._plain = _instruction_of if kind == "instruction" else dialogue
 
     def prompt(self, prompt: Prompt) -> str:
-        """The text that a response follows.
+        """Return the text before the response.
 
         Raises:
-            RowError: the template refuses the conversation.
+            RowError: the template rejects the conversation.
         """
         if isinstance(prompt, str):
             return prompt
         return self._render(prompt, generate=True) if self.chat else self._plain(prompt)
 
     def pair(self, prompt: Prompt, chosen: str, rejected: str) -> tuple[str, str, str]:
-        """The texts of a prompt and two responses, each of which continues the prompt."""
+        """Return the texts of a prompt and of two responses that continue it."""
         start = self.prompt(prompt)
         if isinstance(prompt, str):
             return start, chosen, rejected
@@ -109,14 +105,15 @@ class Template:
     def _response(self, prompt: tuple[Message, ...], start: str, response: str) -> str:
         if self.chat:
             whole = self._render((*prompt, Message("assistant", response)), generate=False)
-            # Some templates change earlier turns once there is a response. Then it is used unchanged.
+            # Some templates change earlier turns if there is a response, which is then used unchanged.
             return whole[len(start) :].rstrip() if whole.startswith(start) else response
         return response if response[:1].isspace() else " " + response
 
     def _render(self, messages: tuple[Message, ...], *, generate: bool) -> str:
-        plain = [{"role": turn.role, "content": turn.content} for turn in messages]
         try:
-            text = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate)
+            text = self._tokenizer.apply_chat_template(
+                plain_prompt(messages), tokenize=False, add_generation_prompt=generate
+            )
         except Exception as error:  # errors of jinja, and of the template itself
             raise RowError(f"the tokenizer's chat template rejects this conversation: {error}") from error
         assert isinstance(text, str)
@@ -124,7 +121,7 @@ class Template:
 
 
 def start_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The special tokens that the tokenizer adds before a text."""
+    """Return the special tokens that the tokenizer adds before a text."""
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     whole = list(tokenizer("a")["input_ids"])
     for k in range(len(whole) - len(plain) + 1):
@@ -138,10 +135,10 @@ class Encoded:
     """The token ids of a record.
 
     Attributes:
-        prompt: begins with the beginning-of-text token if the tokenizer adds one.
+        prompt: with the beginning-of-text token if the tokenizer adds one.
         branches: the two continuations of the prompt.
-        cut: the prompt's beginning was cut off so that it fits.
-        shortened: a response was cut at its end so that it fits.
+        cut: the beginning of the prompt was truncated.
+        shortened: the end of a response was truncated.
     """
 
     prompt: list[int]
@@ -152,24 +149,24 @@ class Encoded:
 
 @dataclass(frozen=True)
 class TooLong:
-    """Why a record does not fit, and the ``max_length`` with which it would."""
+    """A record that does not fit: the reason, and the ``max_length`` it needs."""
 
     problem: str
     needed: int
 
 
 Outcome: TypeAlias = Encoded | TooLong | RowError | None
-"""What becomes of a record. ``None`` where both responses are the same to the model."""
+"""The result of encoding a record; ``None`` if both responses have the same tokens."""
 
 
 class Encoder(Protocol):
-    """Makes token ids of records.
+    """An encoder of records.
 
     Attributes:
-        letters: the token ids of the letters A and B, where the branches are the two orders of a selector's
-            question; ``None`` where they are the chosen and the rejected response.
-        refuses: a record that is too long is an error. Otherwise it is left out and counted.
-        hint: the last line of that error: a remedy.
+        letters: token ids of the letters A and B if the branches are the two orders of a selector question;
+            ``None`` if they are the chosen and the rejected response.
+        refuses: report a record that is too long as an error instead of dropping it.
+        hint: last line of that error, a remedy.
     """
 
     letters: tuple[int, int] | None
@@ -177,11 +174,11 @@ class Encoder(Protocol):
     hint: str
 
     def encode(self, records: Sequence[Record]) -> list[Outcome]:
-        """What becomes of each record. Records that are encoded together do not change one another."""
+        """Encode each record independently of the others."""
 
 
 def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of each text, without special tokens."""
+    """Return the token ids of each text, without special tokens."""
     if not texts:
         return []
     tokens = tokenizer(
@@ -196,11 +193,11 @@ def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def continuation_ids(tokenizer: Tokenizer, starts: Sequence[str], texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of each text where it follows its start, without special tokens.
+    """Return the token ids of each text as the continuation of its start, without special tokens.
 
-    They are the text's own ids, unless the tokenizer puts a blank before every text, as Llama 2's does. Then
-    they are what the ids of start and text together have beyond those of the start. Where a token would
-    belong to both, the text is tokenised by itself, without the blank.
+    Usually, these are the ids of the text itself. If the tokenizer puts a space before every text, as that of
+    Llama 2 does, they are the ids of start and text together, without those of the start. If one token would
+    span both, the text is tokenised by itself, without the space.
     """
     joining = _without_blank(getattr(tokenizer, "backend_tokenizer", None))
     if joining is None or not texts:
@@ -217,7 +214,7 @@ def continuation_ids(tokenizer: Tokenizer, starts: Sequence[str], texts: Sequenc
 def triple_ids(
     tokenizer: Tokenizer, texts: Sequence[tuple[str, str, str]]
 ) -> list[tuple[list[int], list[int], list[int]]]:
-    """The token ids of each start and of its two continuations, without special tokens."""
+    """Return the token ids of each start and of its two continuations, without special tokens."""
     starts = [start for start, *_ in texts]
     first, second = ([each[k] for each in texts] for k in (1, 2))
     parts = (
@@ -228,31 +225,26 @@ def triple_ids(
 
 
 def continuation_text(tokenizer: Any, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of token ids that follow those of a prompt, without special tokens.
+    """Decode token ids that follow a prompt, without special tokens.
 
-    A tokenizer that puts a blank before every text takes one away from all that it decodes. So it decodes the
-    prompt's last token too, and with a character's last byte the bytes before it.
+    A tokenizer that puts a space before every text also removes one when decoding. Therefore, the last token
+    of the prompt is decoded too, or its last tokens if one character spans several of them.
     """
 
     def text(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    if not _puts_blank(tokenizer):
+    if _without_blank(getattr(tokenizer, "backend_tokenizer", None)) is None:
         return text(ids)
-    # Bytes that begin inside a character spoil all bytes that follow them. A character has at most four.
+    # Bytes from the middle of a character cannot be decoded. A character has at most four bytes.
     ends = (prompt[-count:] for count in range(1, 5))
     before = next((end for end in ends if "\ufffd" not in text(end)), prompt[-1:])
     return text([*before, *ids])[len(text(before)) :]
 
 
-def _puts_blank(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts a blank before every text."""
-    return _without_blank(getattr(tokenizer, "backend_tokenizer", None)) is not None
-
-
 @lru_cache(maxsize=4)
 def _without_blank(backend: Any) -> Any:
-    """A copy of a tokenizer that puts no blank before a text; ``None`` if the tokenizer puts none there."""
+    """Copy a tokenizer so that it puts no space before a text; ``None`` if it puts none anyway."""
     if backend is None:
         return None
     state = json.loads(backend.to_str())
@@ -263,7 +255,7 @@ def _without_blank(backend: Any) -> Any:
 
 
 def _joining(part: Any) -> Any:
-    """A normalizer or pre-tokenizer, as JSON has it, without what puts a blank before a text."""
+    """Remove from a normalizer or pre-tokenizer, as JSON, the parts that put a space before a text."""
     if isinstance(part, list):
         return [_joining(each) for each in part]
     if not isinstance(part, dict):
@@ -275,19 +267,18 @@ def _joining(part: Any) -> Any:
 
 
 class PolicyEncoder:
-    """A policy's pairs: a prompt, the chosen and the rejected response.
+    """Encode pairs for a policy: a prompt, the chosen and the rejected response.
 
-    A prompt and its responses are tokenised separately, see :func:`continuation_ids`. The model reads the
-    prompt's tokens followed by those of a response. Each response ends with the end-of-text token. A prompt
-    that is too long is truncated at its beginning, but it keeps its beginning-of-text token. A response is
-    never truncated, unless it ``shortens``.
+    The prompt and its responses are tokenised separately, see :func:`continuation_ids`. Each response ends
+    with the end-of-text token. A long prompt is truncated at its beginning but keeps its beginning-of-text
+    token.
 
     Args:
         tokenizer: a transformers tokenizer.
-        template: renders conversations for it.
-        max_length: tokens of the prompt and the longer response together.
-        too_long: what happens to a pair whose longer response leaves no room for a token of the prompt.
-        shortens: such a response loses its end instead, and its end-of-text token with it.
+        template: renders conversations.
+        max_length: maximum number of tokens of the prompt with the longer response.
+        too_long: how to treat a pair with a response that leaves no room for a token of the prompt.
+        shortens: truncate the end of such a response, including its end-of-text token, instead.
 
     Raises:
         DataError: the tokenizer has no end-of-text token.
@@ -315,7 +306,7 @@ class PolicyEncoder:
         self._empty = self._end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
     def encode(self, records: Sequence[Record]) -> list[Outcome]:
-        """What becomes of each record."""
+        """Encode each record; see :class:`Encoder`."""
         texts: list[tuple[str, str, str]] = []
         refused: dict[int, RowError] = {}
         for k, record in enumerate(records):
@@ -332,7 +323,7 @@ class PolicyEncoder:
     def _fit(
         self, record: Record, prompt: list[int], chosen: list[int], rejected: list[int]
     ) -> Encoded | TooLong | None:
-        """The pair with special tokens, within ``max_length``."""
+        """Add special tokens and truncate to ``max_length``."""
         head: list[int] = [] if self._template.chat and not isinstance(record.prompt, str) else self._start
         if not head and prompt[:1] == [self._tokenizer.bos_token_id]:
             head, prompt = prompt[:1], prompt[1:]
@@ -351,7 +342,7 @@ class PolicyEncoder:
         if room < 1:
             which = "chosen" if len(chosen) >= len(rejected) else "rejected"
             return TooLong(
-                f"{which} has {longest} tokens and max_length is {self._max_length}", needed=longest + 1
+                f"{which} has {longest} tokens, but max_length is {self._max_length}", needed=longest + 1
             )
         cut = len(head) + len(prompt) > room
         if cut:

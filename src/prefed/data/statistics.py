@@ -1,4 +1,4 @@
-"""Statistics of a dataset: sizes, lengths, overlaps between clients, and how much the clients differ."""
+"""Dataset statistics: sizes, lengths, overlap between clients, and distances between their distributions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefed.data.tokens import TokenSet
 
 
 class Lengths(StrictModel):
-    """Numbers of tokens of texts, with special tokens."""
+    """Lengths of texts in tokens, including special tokens."""
 
     median: float
     p95: float
@@ -32,14 +32,14 @@ class ClientStatistics(StrictModel):
         categories: number of training pairs by category.
         prompt: lengths of the training prompts.
         response: lengths of the training responses, chosen and rejected.
-        duplicates: training pairs that repeat an earlier one of the client, with the same preference.
-        shared_prompts: training pairs whose prompt another client trains on too.
-        shared_pairs: training pairs that another client trains on too, with either preference.
+        duplicates: training pairs that repeat an earlier pair of the client, with the same preference.
+        shared_prompts: training pairs with a prompt that another client also trains on.
+        shared_pairs: training pairs that another client also trains on, with either preference.
         contradictions: training pairs that another client trains on with the opposite preference.
-        test_prompts: test pairs whose prompt the client trains on.
+        test_prompts: test pairs with a prompt that the client trains on.
         test_elsewhere: test pairs that another client trains on.
         category_distance: Jensen–Shannon distance (base 2, between 0 and 1) between the categories of the
-            client's training pairs and those of all training pairs; ``None`` without categories.
+            training pairs of the client and of all clients; ``None`` without categories.
         token_distance: the same for the tokens of the chosen responses; for selectors, of both responses.
     """
 
@@ -64,19 +64,18 @@ class ClientStatistics(StrictModel):
 class DatasetStatistics(StrictModel):
     """Statistics of a federated dataset.
 
-    A client with few pairs differs from the whole by chance alone. The random distances show by how much.
-    They are those of a random partition into clients of the same sizes.
+    Clients with few pairs differ from the whole by chance. The distances of a random partition into clients
+    of the same sizes show by how much.
 
     Attributes:
         categories: number of training pairs by category.
         prompt: lengths of all training prompts.
         response: lengths of all training responses.
-        gini: Gini coefficient of the numbers of training pairs. It is 0 if all are equal, and near 1 if one
-            client has all pairs.
-        shared_prompts: number of different prompts that two or more clients train on.
-        shared_pairs: number of different pairs that two or more clients train on.
-        contradictions: number of different pairs on which two clients have opposite preferences.
-        test_trained: number of different test pairs that some client trains on.
+        gini: Gini coefficient of the numbers of training pairs; see :func:`gini`.
+        shared_prompts: number of distinct prompts that two or more clients train on.
+        shared_pairs: number of distinct pairs that two or more clients train on.
+        contradictions: number of distinct pairs on which two clients have opposite preferences.
+        test_trained: number of distinct test pairs that some client trains on.
         category_distance: mean over clients, weighted by training pairs; ``None`` without categories.
         token_distance: mean over clients, weighted by training pairs.
         random_category_distance: ``category_distance`` of a random partition.
@@ -101,7 +100,7 @@ class DatasetStatistics(StrictModel):
 
 
 def gini(sizes: Sequence[int] | NDArray[Any]) -> float:
-    """The Gini coefficient of sizes: 0 if all are equal, near 1 if one has everything.
+    """Return the Gini coefficient of sizes: 0 if all are equal, near 1 if one client has everything.
 
     >>> gini([5, 5, 5]), gini([0, 0, 0, 8])
     (0.0, 0.75)
@@ -115,8 +114,8 @@ def jensen_shannon_distance(index: NDArray[Any], count: NDArray[Any], pool: NDAr
     """Jensen–Shannon distance, base 2, between a sparse histogram and a dense one that contains it.
 
     Args:
-        index: the non-zero positions of the sparse histogram, ``int [k]``.
-        count: its values there, ``[k]``.
+        index: positions of the nonzero entries of the sparse histogram, ``int [k]``.
+        count: these entries, ``[k]``.
         pool: the dense histogram, ``[m]``.
 
     >>> pool = np.array([1.0, 1.0])
@@ -128,18 +127,18 @@ def jensen_shannon_distance(index: NDArray[Any], count: NDArray[Any], pool: NDAr
     p = count / count.sum()
     q = pool[index] / pool.sum()
     middle = (p + q) / 2
-    # Where the sparse histogram is zero, q is twice the middle: log2(2) = 1 bit times the mass of q there.
+    # Where p is 0, q is twice the middle, which adds log2(2) = 1 bit times the mass of q.
     bits = p @ np.log2(p / middle) + q @ np.log2(q / middle) + (1.0 - q.sum())
     return math.sqrt(max(float(bits), 0.0) / 2)
 
 
 def shared_mask(item: NDArray[Any], client: NDArray[Any]) -> NDArray[np.bool_]:
-    """Rows whose item another client has too."""
+    """Mark rows with an item that another client also has."""
     return overlap_mask(item, client, item, client, same_client=False)
 
 
 def contradiction_mask(pairs: NDArray[Any], side: NDArray[Any], client: NDArray[Any]) -> NDArray[np.bool_]:
-    """Rows whose pair another client has with the opposite preference."""
+    """Mark rows with a pair that another client has with the opposite preference."""
     code = 2 * np.unique(pairs, return_inverse=True)[1].reshape(-1).astype(np.int64)
     return overlap_mask(code + 1 - side, client, code + side, client, same_client=False)
 
@@ -152,14 +151,14 @@ def overlap_mask(
     *,
     same_client: bool,
 ) -> NDArray[np.bool_]:
-    """Rows whose item occurs in a second set of rows too, ``bool [n]``.
+    """Mark rows with an item that also occurs in a second set of rows, ``bool [n]``.
 
     Args:
-        item: codes of pairs or prompts, equal where these are, ``[n]``.
-        client: the indices of their clients, ``[n]``.
-        other_item: the items of the second set, ``[m]``.
-        other_client: their clients, ``[m]``.
-        same_client: look at the second set's rows of the same client; otherwise at those of all others.
+        item: codes of pairs or prompts, ``[n]``.
+        client: indices of their clients, ``[n]``.
+        other_item: items of the second set, ``[m]``.
+        other_client: indices of their clients, ``[m]``.
+        same_client: compare with rows of the same client; otherwise with rows of other clients.
     """
     codes, of_row = np.unique(np.concatenate([item, other_item]), return_inverse=True)
     of_row = of_row.reshape(-1).astype(np.int64)
@@ -174,11 +173,7 @@ def overlap_mask(
 
 
 def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
-    """Compute the statistics of a dataset.
-
-    Every chosen training response is read from disk three times. So memory holds a few arrays over rows and
-    one over tokens.
-    """
+    """Compute the statistics of a dataset. Each chosen training response is read from disk three times."""
     tokens = dataset.tokens
     clients = list(dataset.clients.values())
     sizes = np.array([len(data.train) for data in clients])
@@ -260,7 +255,7 @@ def _lengths(values: NDArray[Any]) -> Lengths:
 
 
 def _mean(values: Sequence[float | None], sizes: NDArray[Any]) -> float | None:
-    """The mean of the values that are not ``None``, weighted by ``sizes``; ``None`` if there are none."""
+    """Return the weighted mean of the values that are not ``None``; ``None`` if there are none."""
     pairs = [(value, int(size)) for value, size in zip(values, sizes, strict=True) if value is not None]
     return sum(value * size for value, size in pairs) / sum(size for _, size in pairs) if pairs else None
 
@@ -270,7 +265,7 @@ def _histogram(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _token_counts(tokens: TokenSet, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often each token occurs in the chosen responses of ``rows``."""
+    """Count each token in the chosen responses of ``rows``."""
     total = np.zeros(1, dtype=np.int64)
     for row in rows:
         counts = np.bincount(tokens.pair(row).chosen)

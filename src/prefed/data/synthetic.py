@@ -1,13 +1,12 @@
-"""A preference set with known tastes: advice from a small grammar, labelled by clients who agree in part.
+"""A synthetic preference dataset with known tastes: advice from a small grammar.
 
-A response gives advice and has five attributes: warmth, tone, strength, caution and length. The words at one
-place show one attribute. A client's utility is a weighted sum of the signs of the attributes. All clients
-value warmth alike. On every other attribute one half of the clients has the opposite sign of the other half.
-So one model for all can learn warmth, and must fail some client on the rest. A set of opposed tastes has two
-tastes alone, and what raises the utility of one lowers that of the other by as much.
+Responses have five attributes: warmth, tone, strength, caution and length, each shown by certain words. The
+utility of a response to a client is a weighted sum of the signs of its attributes. All clients value warmth
+equally. On every other attribute, half of the clients have the opposite sign of the other half. A shared
+model can therefore learn warmth, but not all other preferences. With opposed tastes, there are only two
+tastes, with utilities of opposite signs.
 
-Labels are drawn from the Bradley–Terry model: P(a is preferred to b) = σ(u(a) − u(b)). The oracle
-knows the utility of each client; its accuracy is known too.
+Labels are drawn from the Bradley–Terry model: P(a is preferred to b) = σ(u(a) − u(b)).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _WORDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (" Not that I care.", " Suit yourself."),
     ),
 }
-# Whole words alone count: "wilder" does not contain "wild".
+# Match only whole words: "wilder" does not contain "wild".
 _PATTERNS = tuple(
     (name, sign, re.compile(rf"(?<!\w)(?:{'|'.join(re.escape(word.strip()) for word in words)})(?!\w)"))
     for name, signs in _WORDS.items()
@@ -56,7 +55,7 @@ ATTRIBUTES: Mapping[str, tuple[str, str]] = {
     "caution": ("careful", "daring"),
     "length": ("long", "short"),
 }
-"""The names of the signs +1 and −1 of each attribute."""
+"""Attribute → names of the signs +1 and −1."""
 
 SHARED = "warmth"
 """The attribute on which all clients agree."""
@@ -77,7 +76,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Taste:
-    """The taste of a client: a weight for the sign of each attribute.
+    """The taste of a client: one weight per attribute.
 
     >>> Taste("ada", {"warmth": 1.5, "tone": -1.0}).describe()
     'warm, casual'
@@ -87,15 +86,12 @@ class Taste:
     weights: Mapping[str, float]
 
     def describe(self) -> str:
-        """The taste in words."""
+        """Describe the taste in words."""
         return ", ".join(ATTRIBUTES[name][weight < 0] for name, weight in self.weights.items() if weight)
 
 
 def tastes(key: Key, clients: int = 6) -> dict[str, Taste]:
-    """Draw tastes that agree on warmth and cancel on every other attribute.
-
-    The weight of warmth is 1.5 for all clients. That of each other attribute is +1 for one half of the
-    clients and −1 for the other half.
+    """Draw tastes with weight 1.5 for warmth and, for each other attribute, +1 or −1 for half of the clients.
 
     >>> crowd = tastes(Key(0), 6).values()
     >>> {name: sum(taste.weights[name] for taste in crowd) for name in ("warmth", "tone")}
@@ -115,10 +111,7 @@ def tastes(key: Key, clients: int = 6) -> dict[str, Taste]:
 
 
 def opposed_tastes(key: Key, clients: int = 6) -> dict[str, Taste]:
-    """Draw two tastes, each the opposite of the other in every attribute, and share them out.
-
-    The clients have those of :func:`tastes`, with the first client's taste or with its opposite. Each taste
-    has one half of the clients.
+    """Give half of the clients the first taste of :func:`tastes`, and the other half the opposite taste.
 
     >>> crowd = opposed_tastes(Key(0), 6).values()
     >>> sorted({taste.describe() for taste in crowd})
@@ -134,7 +127,7 @@ def opposed_tastes(key: Key, clients: int = 6) -> dict[str, Taste]:
 
 
 def attributes(text: str) -> dict[str, int]:
-    """The sign, +1 or −1, of each attribute of a response. Attributes without a known word are left out.
+    """Return the sign, +1 or −1, of each attribute of a response, without attributes that it does not show.
 
     >>> attributes(" How about a mild soup? Just go for it. I hope you love it.")
     {'warmth': 1, 'tone': -1, 'strength': -1, 'caution': -1, 'length': -1}
@@ -147,13 +140,13 @@ def attributes(text: str) -> dict[str, int]:
 
 
 def utility(text: str, taste: Taste) -> float:
-    """The utility of a response to a client: the sum over attributes of weight times sign."""
+    """Return the utility of a response to a client: the sum over attributes of weight times sign."""
     signs = attributes(text)
     return float(sum(weight * signs.get(name, 0) for name, weight in taste.weights.items()))
 
 
 def corpus(key: Key, texts: int) -> Iterator[str]:
-    """Dialogues of the grammar with all attributes equally likely. A model can be pretrained on them."""
+    """Generate dialogues for pretraining, with all attributes equally likely."""
     generator = key.at("corpus").numpy()
     for _ in range(texts):
         topic, prompt = _prompt(generator)
@@ -161,12 +154,11 @@ def corpus(key: Key, texts: int) -> Iterator[str]:
 
 
 def generate(key: Key, *, clients: int = 6, train: int, test: int, opposed: bool = False) -> list[Record]:
-    """Labelled pairs of all clients, ``train`` and ``test`` of them per client.
+    """Generate ``train`` and ``test`` labelled pairs per client.
 
-    Their tastes are those of :func:`tastes`, or with ``opposed`` those of :func:`opposed_tastes`.
-
-    Their ``extra`` holds the utilities of both responses to the client, ``utility_chosen`` and
-    ``utility_rejected``. The margin is the difference of the two, which is never zero.
+    The tastes are those of :func:`tastes` or, if ``opposed``, of :func:`opposed_tastes`. ``extra`` contains
+    the utilities ``utility_chosen`` and ``utility_rejected``. The margin is the absolute value of their
+    difference, which is never zero.
     """
     records = []
     for client, taste in (opposed_tastes if opposed else tastes)(key, clients).items():
@@ -200,7 +192,7 @@ def generate(key: Key, *, clients: int = 6, train: int, test: int, opposed: bool
 
 
 def oracle_accuracy(records: Iterable[Record]) -> float:
-    """The accuracy of an oracle: the share of records whose chosen response has the larger utility.
+    """Return the share of records in which the chosen response has the larger utility.
 
     Raises:
         ValueError: there are no records, or a record has no utilities.
@@ -208,18 +200,17 @@ def oracle_accuracy(records: Iterable[Record]) -> float:
     correct = []
     for record in records:
         if "utility_chosen" not in record.extra or "utility_rejected" not in record.extra:
-            raise ValueError("a record without utility_chosen and utility_rejected has no known oracle")
+            raise ValueError("a record has no utility_chosen or utility_rejected; use generated records")
         correct.append(float(record.extra["utility_chosen"]) > float(record.extra["utility_rejected"]))
     if not correct:
-        raise ValueError("no records to judge")
+        raise ValueError("no records")
     return sum(correct) / len(correct)
 
 
 def write(folder: Path, records: Sequence[Record]) -> None:
-    """Write records to a file per split in a folder: ``train.jsonl``, ``test.jsonl``, ``validation.jsonl``.
+    """Write one file per split: ``train.jsonl``, ``validation.jsonl``, ``test.jsonl``.
 
-    The rows have the columns prompt, chosen, rejected, margin, client,
-    category, utility_chosen and utility_rejected.
+    ``extra`` is written as separate columns.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[Split, list[str]] = {}

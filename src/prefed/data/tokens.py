@@ -1,7 +1,4 @@
-"""Preference pairs as token ids on disk, with their records: written once, read by row.
-
-Memory holds only a few small columns.
-"""
+"""Preference pairs on disk, as token ids and records: written once and read by row."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ COLUMNS: dict[str, str] = {
 
 
 def column_path(folder: Path, column: str) -> Path:
-    """The file of a column: raw little-endian values, e.g. ``lengths.i32``."""
+    """Return the file of a column with raw little-endian values, e.g. ``lengths.i32``."""
     kind = COLUMNS[column]
     return folder / f"{column}.{kind[1]}{8 * int(kind[2])}"
 
@@ -52,12 +49,11 @@ def column_path(folder: Path, column: str) -> Path:
 class Pair(NamedTuple):
     """The token ids of one pair, each ``int32 [length]``.
 
-    A policy reads the prompt followed by a response. Each response ends with the end-of-text token.
+    For a policy, ``chosen`` and ``rejected`` continue the prompt and end with the end-of-text token.
 
-    A selector reads a prompt that holds the question, followed by both responses. Here the two branches are
-    no responses but the two orders in which these are shown. Take the response that comes first in
-    alphabetical order. ``chosen`` shows it as A and ends with the letter A; ``rejected`` shows it as B and
-    ends with the letter B. So the last token of either branch says that this response is the better one.
+    For a selector, the prompt contains the question, and the branches contain both responses in the two
+    orders. ``chosen`` shows the alphabetically first response as A and ends with the letter A; ``rejected``
+    shows it as B and ends with the letter B. The last token of either branch thus prefers this response.
     """
 
     prompt: Ids
@@ -66,27 +62,26 @@ class Pair(NamedTuple):
 
 
 class TokenSet:
-    """The tokenised preference pairs that a :class:`TokenWriter` finished in a folder.
+    """The preference pairs written to a folder by a :class:`TokenWriter`, read from disk on access.
 
-    Pairs are read from disk when they are used. The sizes of the files are checked;
-    :meth:`prefed.data.FederatedDataset.open` checks their contents.
+    Only file sizes are checked; :meth:`prefed.data.FederatedDataset.open` checks the contents.
 
     Attributes:
-        letters: token ids of the letters A and B that a selector answers with; ``None`` for a policy's pairs.
-        lengths: ``int32 [n, 3]``, tokens of prompt, chosen and rejected, or of a selector's two branches.
-        margins: ``float32 [n]``, NaN where the source gives none.
-        prompts: ``uint64 [n]``, equal where the prompts are.
-        pairs: ``uint64 [n]``, equal where the prompt and the set of the two responses are equal.
+        letters: token ids of the letters A and B of a selector; ``None`` for a policy.
+        lengths: ``int32 [n, 3]``, numbers of tokens of prompt, chosen and rejected.
+        margins: ``float32 [n]``, NaN if unknown.
+        prompts: ``uint64 [n]``, equal for equal prompts.
+        pairs: ``uint64 [n]``, equal for the same prompt with the same two responses.
         categories: ``int32 [n]``, index into ``category_names``, −1 for none.
-        category_names: tuple of names.
-        flipped: ``uint8 [n]``, 1 where chosen and rejected are swapped relative to the source.
-        orientations: ``uint8 [n]``, 1 where chosen comes before rejected in alphabetical order. Two rows with
-            equal ``pairs`` and different orientations contradict each other.
-        rows: ``int32 [n]``, the row of the source that a pair was read from, from 1.
-        fingerprint: SHA-256 over all tokens, texts and flips. Equal fingerprints mean equal data.
+        category_names: names of the categories.
+        flipped: ``uint8 [n]``, 1 if chosen and rejected are swapped relative to the source.
+        orientations: ``uint8 [n]``, 1 if chosen is alphabetically first. Rows with equal ``pairs`` and
+            different orientations contradict each other.
+        rows: ``int32 [n]``, row number in the source, from 1.
+        fingerprint: SHA-256 of all tokens, texts and flips.
 
     Raises:
-        DataError: the folder holds no set, the set is of another version, or a file has a wrong size.
+        DataError: the folder contains no token set, a file of wrong size, or another version of the format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,7 +93,10 @@ class TokenSet:
         except ValueError as error:
             raise self._damaged(MANIFEST, error) from error
         if manifest["version"] != VERSION:
-            raise DataError(f"{folder} uses another version ({manifest['version']}) of the format")
+            raise DataError(
+                f"{folder} has version {manifest['version']} of the token format, not {VERSION}; delete it "
+                "to rebuild it"
+            )
         self._length = int(manifest["pairs"])
         self.fingerprint: str = manifest["fingerprint"]
         self.category_names: tuple[str, ...] = tuple(manifest["categories"])
@@ -117,14 +115,14 @@ class TokenSet:
         self._column("sources")
         self._check_size(IDS, 4 * int(self._offsets[-1]) if self._length else 0)
         self._check_size(RECORDS, int(self._lines[-1]) if self._length else 0)
-        # Neither is mapped: pages of a mapped file count as memory of the process once they are touched.
-        # Several threads or forked processes may read at once, each from a position of its own (pread).
+        # Not mapped, since touched pages of a mapped file count as memory of the process. pread allows
+        # concurrent reads from several threads or forked processes.
         self._ids = (folder / IDS).open("rb", buffering=0)
         self._records = (folder / RECORDS).open("rb", buffering=0)
 
     @classmethod
     def empty(cls) -> TokenSet:
-        """A set without pairs, for a dataset whose pairs are not on this machine."""
+        """Return a token set without pairs, for a dataset that is not on this machine."""
         tokens = cls.__new__(cls)
         tokens._length, tokens.fingerprint, tokens.category_names = 0, "", ()
         tokens.letters = None
@@ -134,7 +132,7 @@ class TokenSet:
         return tokens
 
     def _check_size(self, name: str, size: int) -> None:
-        """Refuse a file of another size. Reads beyond its end would give fewer tokens."""
+        """Refuse a file of another size, since reads beyond its end would return fewer tokens."""
         path = self.folder / name
         actual = path.stat().st_size if path.exists() else 0
         if actual != size:
@@ -159,25 +157,25 @@ class TokenSet:
 
     def _check_index(self, index: int) -> int:
         if not 0 <= index < self._length:
-            raise IndexError(f"no row {index} among {self._length}")
+            raise IndexError(f"row {index} is not in the range from 0 to {self._length - 1}")
         return int(index)
 
     def pair(self, index: int) -> Pair:
-        """The token ids of one pair, read from disk."""
+        """Read the token ids of one pair."""
         index = self._check_index(index)
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
-        # A copy: an array over bytes is read-only, and torch warns about those.
+        # Copy, since torch warns about read-only arrays such as those over bytes.
         ids: Ids = np.frombuffer(
             os.pread(self._ids.fileno(), 4 * (stop - start), 4 * start), dtype="<i4"
         ).astype(np.int32)
         prompt, chosen, rejected = (int(n) for n in self.lengths[index])
-        # A selector's branches stay: a flip changes which of the two responses is chosen, no text.
+        # A flip does not change the branches of a selector, which do not depend on the chosen response.
         if self.flipped[index] and self.letters is None:
             return Pair(ids[:prompt], ids[prompt + rejected :], ids[prompt : prompt + rejected])
         return Pair(ids[:prompt], ids[prompt : prompt + chosen], ids[prompt + chosen :])
 
     def record(self, index: int) -> Record:
-        """The record of one pair, read from disk. Its responses are swapped where the row is flipped."""
+        """Read the record of one pair. A flipped row has its responses swapped."""
         index = self._check_index(index)
         start, stop = int(self._lines[index]), int(self._lines[index + 1])
         record = Record.from_json(os.pread(self._records.fileno(), stop - start, start))
@@ -188,15 +186,22 @@ _BATCH = 256
 
 
 class TokenWriter:
-    """Tokenises records one by one and writes them to a folder.
+    """Tokenise records and write them to a folder.
 
     Args:
         folder: an existing, empty folder.
-        encoder: makes the token ids: those of a policy's pairs
-            (:class:`~prefed.data.encoding.PolicyEncoder`), or of a selector's
-            (:class:`~prefed.data.choices.ChoiceEncoder`).
-        errors: takes rows that cannot be rendered.
-        codes: the number of integers that :meth:`add` takes with each record.
+        encoder: encodes the records.
+        errors: receives rows that cannot be rendered.
+        codes: number of integers that :meth:`add` takes with each record.
+
+    Attributes:
+        truncated: number of truncated prompts.
+        shortened: number of pairs with a truncated response.
+        identical: number of pairs dropped because both responses have the same tokens.
+        shortest: smallest ``max_length`` that would fit one more pair; 0 if all fit.
+        longest: smallest ``max_length`` that would fit all pairs; 0 if all fit.
+        left_out: codes → number of dropped records.
+        codes: one array of rows per code.
     """
 
     def __init__(self, folder: Path, encoder: Encoder, *, errors: ErrorCollector, codes: int = 0) -> None:
@@ -208,7 +213,7 @@ class TokenWriter:
         self._records = (folder / RECORDS).open("wb")
         self._hash = hashlib.sha256()
         self._pending: list[tuple[Record, RowLocation, str | None, tuple[int, ...]]] = []
-        # Everything that grows with the rows goes to disk batch by batch, columns too.
+        # Columns are written batch by batch, since they grow with the number of rows.
         self._columns = {name: column_path(self._folder, name).open("wb") for name in COLUMNS}
         self._batch: dict[str, list[float]] = {name: [] for name in COLUMNS}
         self._count = self._offset = self._line = 0
@@ -216,34 +221,25 @@ class TokenWriter:
         self._batch["lines"].append(0)
         self._categories: dict[str, int] = {}
         self._files: dict[str, int] = {}
-        self.truncated = 0
-        """The number of prompts that were truncated."""
-        self.shortened = 0
-        """The number of pairs with a response that was truncated."""
-        self.identical = 0
-        """The number of pairs left out since both responses are the same to the model."""
-        self.shortest = self.longest = 0
-        """The smallest and the largest ``max_length`` that pairs left out for their length would need."""
+        self.truncated = self.shortened = self.identical = self.shortest = self.longest = 0
         self.left_out: Counter[tuple[int, ...]] = Counter()
-        """How many records with these codes were left out."""
         self.codes: tuple[array[int], ...] = tuple(array("i") for _ in range(codes))
-        """The codes that :meth:`add` took, one array of rows per code."""
 
     @property
     def too_long(self) -> int:
-        """The number of pairs that were left out for their length."""
+        """The number of pairs dropped because of their length."""
         return self._long.count
 
     @property
     def letters(self) -> tuple[int, int] | None:
-        """The token ids of a selector's letters A and B; ``None`` for a policy's pairs."""
+        """Token ids of the letters A and B of a selector; ``None`` for a policy."""
         return self._encoder.letters
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, record: Record, location: RowLocation, category: str | None = None, *codes: int) -> None:
-        """Add one record. ``codes`` are integers below 2^31 that are kept with its row."""
+        """Add one record. ``codes`` are integers below 2^31 stored with its row."""
         self._pending.append((record, location, category, codes))
         if len(self._pending) >= _BATCH:
             self.flush()
@@ -252,7 +248,7 @@ class TokenWriter:
         """Tokenise and write the pending records.
 
         Raises:
-            DataError: too many rows cannot be used.
+            DataError: the limit of unusable rows is reached.
         """
         pending, self._pending = self._pending, []
         outcomes = self._encoder.encode([record for record, *_ in pending])
@@ -310,26 +306,26 @@ class TokenWriter:
         columns["rows"].append(location.row)
 
     def column(self, name: str) -> NDArray[Any]:
-        """The values of a column of :class:`TokenSet`, up to the last row that was flushed."""
+        """Return the values of a column of :class:`TokenSet`, up to the last flushed row."""
         if not self._columns[name].closed:
             self._columns[name].flush()
         return np.fromfile(column_path(self._folder, name), dtype=COLUMNS[name])
 
     def finish(self, flipped: NDArray[np.bool_] | None = None) -> str:
-        """Write the columns and the manifest. Returns the fingerprint.
+        """Write the columns and the manifest, and return the fingerprint.
 
         Args:
-            flipped: ``bool [n]``, rows whose chosen and rejected are swapped.
+            flipped: ``bool [n]``, rows with chosen and rejected swapped.
 
         Raises:
-            DataError: pairs were too long and the encoder refuses them.
+            DataError: the encoder refuses pairs that are too long.
         """
         self.flush()
         self._long.raise_if_any()
         self.close()
         paths = {name: column_path(self._folder, name) for name in COLUMNS}
         if flipped is not None and flipped.any():
-            # The branches of a choice are in alphabetical order, whichever is chosen.
+            # The branches of a selector do not depend on the chosen response.
             if self.letters is None:
                 lengths = self.column("lengths").reshape(-1, 3)
                 lengths[flipped] = lengths[flipped][:, [0, 2, 1]]
@@ -353,30 +349,32 @@ class TokenWriter:
         return fingerprint
 
     def close(self) -> None:
-        """Close the files, also before :meth:`finish`."""
+        """Close the files. May be called before :meth:`finish`."""
         for stream in (self._ids, self._records, *self._columns.values()):
             stream.close()
 
     def location(self, index: int) -> RowLocation:
-        """The file and row that a pair was read from."""
+        """Return the file and row of a pair."""
         return RowLocation(list(self._files)[self.column("sources")[index]], int(self.column("rows")[index]))
 
 
 def write_records(folder: Path, encoder: Encoder, records: Iterable[Record], what: str) -> TokenSet:
-    """Write pairs that are in memory, such as those to be labelled, into ``folder``, without clients.
+    """Write pairs in memory, such as those to be labelled, into ``folder``, without clients.
 
-    Row k of :attr:`TokenSet.rows` is the number of its record, from 1. Pairs that the encoder leaves out are
-    absent, so numbers may be. What the folder holds of an earlier call is replaced.
+    :attr:`TokenSet.rows` has the numbers of the records, from 1, without those that the encoder drops. An
+    existing token set in the folder is replaced.
 
     Args:
-        folder: it is made if it is absent.
-        what: the records in words, for messages.
+        folder: is created if necessary.
+        encoder: encodes the records.
+        records: the pairs.
+        what: description of the records, for error messages.
 
     Raises:
         DataError: the encoder refuses a record.
     """
     files.private_folder(folder)
-    # A call that is killed leaves no manifest, so nothing takes its files for a whole set.
+    # Without a manifest, the files of an interrupted call are not taken for a complete set.
     (folder / MANIFEST).unlink(missing_ok=True)
     errors = ErrorCollector()
     writer = TokenWriter(folder, encoder, errors=errors)
@@ -392,11 +390,11 @@ def write_records(folder: Path, encoder: Encoder, records: Iterable[Record], wha
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256, in hexadecimal, of everything that decides how a tokenizer splits text."""
+    """Return the hexadecimal SHA-256 of everything that determines how a tokenizer splits text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
-        # These depend on the last call of the tokenizer.
+        # These depend on the last call to the tokenizer.
         state.pop("truncation", None)
         state.pop("padding", None)
     else:
@@ -406,12 +404,12 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def prompt_hash(prompt: Prompt) -> int:
-    """The value that :attr:`TokenSet.prompts` has for a prompt."""
+    """Return the value of :attr:`TokenSet.prompts` for a prompt."""
     return _hash64(_text(prompt))
 
 
 def pair_hash(record: Record) -> int:
-    """The value that :attr:`TokenSet.pairs` has for a pair: equal whichever response is chosen."""
+    """Return the value of :attr:`TokenSet.pairs` for a pair, regardless of which response is chosen."""
     return _hash64(_text(record.prompt), *sorted((record.chosen, record.rejected)))
 
 
@@ -420,7 +418,7 @@ def _text(prompt: Prompt) -> str:
 
 
 def _hash64(*texts: str) -> int:
-    """A 64-bit hash of texts. Different texts have equal hashes with a probability of 2^−64."""
+    """Return a 64-bit hash. Different texts collide with probability 2^−64."""
     digest = hashlib.blake2b(digest_size=8)
     for text in texts:
         encoded = text.encode()

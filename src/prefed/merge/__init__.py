@@ -1,4 +1,4 @@
-"""Turns uploads into the next model: means, robust rules, LoRA rules, server optimisers."""
+"""Merge uploads into the next model: means, robust rules, LoRA rules and server optimisers."""
 
 from prefed.merge.aggregator import Aggregator, WeightFunction
 from prefed.merge.attention import (

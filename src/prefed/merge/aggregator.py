@@ -1,4 +1,4 @@
-"""The server's step: from the clients' uploads to the next shared tensors, by the ``[merge]`` table."""
+"""The server step: merge uploads into the next shared tensors according to the ``[merge]`` table."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ if TYPE_CHECKING:
 
 
 WeightFunction = Callable[[Mapping[str, Tensors]], Mapping[str, float]]
-"""From client → update φ_i − φ, after the robust rule, to client → weight in the mean."""
+"""Maps client → update φ_i − φ, after the robust rule, to client → weight in the mean."""
 
 FIGURES = ("merged", "update_norm", "product_error", "truncation_error", "clipped")
-"""The figures that a merge may report:
+"""The metrics that a merge may report:
 
-- ``merged``: number of uploads in the result, without those that the rule dropped.
-- ``update_norm``: Euclidean length of the step of the shared tensors, without residuals.
-- ``product_error``: error of averaging A and B apart, see :func:`prefed.merge.lora.product_error`.
+- ``merged``: number of merged uploads, without those dropped by the rule.
+- ``update_norm``: Euclidean norm of the step of the shared tensors, without residuals.
+- ``product_error``: error of averaging A and B separately, see :func:`prefed.merge.lora.product_error`.
 - ``truncation_error``: relative error of ``flexlora``, see :func:`prefed.merge.lora.flexlora`.
-- ``clipped``: share of the uploads that ``norm_clip`` shortened.
+- ``clipped``: share of uploads clipped by ``norm_clip``.
 """
 
 
 @dataclass(frozen=True)
 class Aggregator:
-    """Merges uploads into the server's next model.
+    """Merges uploads into the next model of the server.
 
     Attributes:
-        scaling: s = α / rank of its LoRA; only ``fedex`` uses it.
+        config: the ``[merge]`` table.
+        layout: layout of the model.
+        scaling: s = α / rank of its LoRA, used only by ``fedex``.
 
     >>> import torch
     >>> from prefed.core import Key
@@ -54,34 +56,28 @@ class Aggregator:
     scaling: float
 
     def ownership(self, owner: Callable[[Entry], Owner] = lambda entry: Owner.SHARED) -> Ownership:
-        """For each tensor that ``owner`` marks as shared, the LoRA rule decides the final owner.
-
-        See :func:`prefed.merge.lora.ownership`.
-        """
+        """Apply the LoRA rule to the tensors that ``owner`` shares; see :func:`prefed.merge.lora.ownership`."""
         return lora.ownership(self.config.lora, self.layout, owner)
 
     def trainable(self, ownership: Ownership, round_number: int) -> tuple[str, ...]:
-        """The shared and personal tensors that train in a round. The LoRA rule may pause shared ones."""
+        """Return the shared and personal tensors that train in a round. LoRA rules may pause shared ones."""
         shared = ownership.names(Owner.SHARED)
         paused = set(shared) - set(lora.trainable(self.config.lora, shared, self.layout, round_number))
         return tuple(name for name in ownership.names(Owner.SHARED, Owner.PERSONAL) if name not in paused)
 
     def init(self, shared: Tensors, group: str = "model") -> State:
-        """The server's first state: ``shared`` in ``group``, and the server optimiser's memory.
+        """Return the initial server state: ``shared`` in ``group``, and the state of the server optimiser.
 
         Raises:
             ValueError: the rule is ``fedex``, and a LoRA module has no residual.
         """
         if self.config.lora == "fedex":
-            missing = [
-                module.residual
-                for module in lora.modules(shared.layout)
-                if module.residual not in shared.layout
-            ]
+            residuals = [module.residual for module in lora.modules(shared.layout)]
+            missing = [name for name in residuals if name not in shared.layout]
             if missing:
                 raise ValueError(
-                    f"lora 'fedex' needs a dense residual for each LoRA module, and the model lacks "
-                    f"{missing[0]} and {len(missing) - 1} more; build it with the part {lora.RESIDUAL!r}"
+                    f"lora 'fedex' needs a dense residual for each LoRA module; the model lacks {missing[0]} "
+                    f"and {len(missing) - 1} more, so build it with the part {lora.RESIDUAL!r}"
                 )
         memory = optimizers.slots(self.config.optimizer, lora.without_residuals(shared))
         return State({group: shared, **{_key(name, group): value for name, value in memory.items()}})
@@ -95,23 +91,24 @@ class Aggregator:
         weigh: WeightFunction | None = None,
         names: Iterable[str] | None = None,
     ) -> State:
-        """The server's next state.
+        """Return the next server state.
 
-        The steps, in order: robust rule, weights with staleness discount, LoRA rule, server optimiser.
-        Uploads without ``group`` are ignored; if none has it, the state is returned as it is. Tensors that
-        are not merged keep their values. Residuals keep theirs too, unless ``fedex`` corrects them.
+        Applies the robust rule, the weights with staleness discount, the LoRA rule and the server optimiser,
+        in this order. Uploads without ``group`` are ignored. Tensors that are not merged keep their values,
+        as do residuals unless the rule is ``fedex``.
 
         Args:
             state: from :meth:`init` or the last merge.
-            uploads: in any order.
-            group: the group of the uploads that is merged, and the group of the state that it is merged into.
-            weigh: gives the weights of the mean instead of the configured ones, e.g.
-                :func:`prefed.merge.alignment_weights`. It is called with the updates after the robust rule.
-            names: the tensors of the group that are merged; all of the state's unless given. Each upload
-                must hold exactly these, apart from residuals.
+            uploads: uploads in any order.
+            now: the round.
+            group: the group of tensors to merge, in uploads and state.
+            weigh: computes the weights of the mean from the updates, instead of the configured weights, e.g.
+                :func:`prefed.merge.alignment_weights`.
+            names: tensors of the group to merge, by default all. Uploads must contain exactly these, apart
+                from residuals.
 
         Raises:
-            BadUpload: an upload holds other tensors, or one of another shape.
+            BadUpload: an upload contains other tensors or shapes.
             TooFewUploads: the rule needs more uploads.
             ValueError: the weights are negative or all 0, or sum to more than 1 under ``mass``.
         """
@@ -126,7 +123,7 @@ class Aggregator:
         if weigh is None:
             weights = rules.weights(self.config, replies, now)
         elif self.config.weights == "mass":
-            raise ValueError("weights 'mass' follows from the data's sizes; it takes no other weights")
+            raise ValueError("[merge] weights = 'mass' cannot be combined with weights of the method")
         else:
             updates = {u.client: value - current for u, value in zip(replies, values, strict=True)}
             by_client = weigh(updates)
@@ -135,7 +132,7 @@ class Aggregator:
             self.config.staleness.discount(max(0, now.number - upload.sent_at)) for upload in replies
         ]
         if self.config.late == "delta":
-            # Weights are normalised: a discount that all replies share must shorten the steps themselves.
+            # Normalised weights would cancel a discount common to all replies, so shorten the steps.
             values = [shorten(current, value, d) for value, d in zip(values, discounts, strict=True)]
         else:
             weights = [weight * d for weight, d in zip(weights, discounts, strict=True)]
@@ -163,20 +160,20 @@ class Aggregator:
         merge: Callable[[State, Sequence[Upload], Round], State],
         steps: Collection[str] = (),
     ) -> Callable[[State, Sequence[Upload], Round], State]:
-        """``merge`` with :func:`prefed.merge.check_update_sizes` before it, by ``max_ratio``.
+        """Return ``merge``, preceded by :func:`prefed.merge.check_update_sizes` with ``max_ratio``.
 
-        If the rule could not merge one upload fewer, an oversized one is not refused: the rule itself
-        withstands it.
+        An oversized upload is accepted if the rule could not merge one upload fewer.
 
         Args:
-            steps: the groups in which clients send the update itself.
+            merge: merges the uploads of a round.
+            steps: groups in which clients send the update itself.
         """
 
         def checked(server: State, uploads: Sequence[Upload], now: Round) -> State:
             try:
                 check_update_sizes(uploads, server.tensors, self.config.max_ratio, steps)
             except BadUpload:
-                # Otherwise one client could stop every round by an upload that is refused.
+                # Otherwise, one client could stop every round with a refused upload.
                 if rules.can_merge(self.config, len(uploads) - 1):
                     raise
             return merge(server, uploads, now)
@@ -186,17 +183,17 @@ class Aggregator:
     def robust_steps(
         self, values: Sequence[Tensors], weights: Sequence[float]
     ) -> list[tuple[Tensors, float]]:
-        """The robust rule applied to steps whose weighted sum the method needs, such as SCAFFOLD's variates.
+        """Apply the robust rule to steps that a method sums with weights, such as SCAFFOLD's variates.
 
-        Under ``mean`` the result is the steps and weights themselves. Under ``median`` and ``trimmed_mean``
-        it is one step. ``krum`` and ``multi_krum`` choose steps. ``norm_clip`` shortens those that are longer
-        than the median length. The weights of the result have the same sum as ``weights``.
+        ``mean`` changes nothing. ``median`` and ``trimmed_mean`` return one step. ``krum`` and ``multi_krum``
+        select steps. ``norm_clip`` clips steps to the median norm. The sum of the weights is preserved.
 
         Args:
-            values: one per client, all in one layout.
+            values: one step per client, all with the same layout.
+            weights: one weight per client.
 
         Raises:
-            TooFewUploads: the rule needs more.
+            TooFewUploads: the rule needs more steps.
         """
         if not values:
             return []
@@ -209,13 +206,13 @@ class Aggregator:
         return [(value, weight * scale) for value, weight in zip(chosen, rest, strict=True)]
 
     def blend(self, models: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
-        """Σ_k w_k φ_k, where the LoRA rule gives each module's product.
+        """Return Σ_k w_k φ_k, with LoRA products according to the LoRA rule.
 
-        Unlike :meth:`merge` it takes whole models, with residuals, and they need not start from one model.
+        Unlike :meth:`merge`, it takes whole models, including residuals, with any starting points.
 
         Args:
-            models: at least one, all in one layout.
-            weights: one per model, at least 0 and not all 0. They are normalised.
+            models: at least one model, all with the same layout.
+            weights: one weight per model, at least 0 and not all 0; they are normalised.
         """
         masses = normalize(weights)
         mean = weighted_mean(models, masses)
@@ -227,7 +224,7 @@ class Aggregator:
         return mean
 
     def figures(self, state: State, group: str = "model") -> dict[str, float]:
-        """The figures of the last merge into ``group``, see :data:`FIGURES`; empty before the first."""
+        """Return the metrics of the last merge into ``group``, see :data:`FIGURES`; empty before the first."""
         values = {name: state.values.get(_figure_key(name, group)) for name in FIGURES}
         return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
@@ -239,11 +236,11 @@ class Aggregator:
         weights: Sequence[float],
         figures: dict[str, float],
     ) -> dict[str, Tensor]:
-        """The tensors that the LoRA rule sets to another value than the mean; adds to ``figures``."""
+        """Return the tensors that the LoRA rule does not set to the mean. Adds to ``figures``."""
         if lora.modules(merged.layout):
             figures["product_error"] = lora.product_error(values, weights)
         elif self.config.lora in ("ffa", "rolora"):
-            # One factor is the same on all clients, so the mean of the other is exact.
+            # All clients have the same value of one factor, so the mean of the other is exact.
             figures["product_error"] = 0.0
         if self.config.lora == "flexlora":
             factors, figures["truncation_error"] = lora.flexlora(values, weights)

@@ -1,8 +1,8 @@
-"""Weights from the clients' models themselves: FedSDG's for one mean, FedAMP's for a mixture per client.
+"""Weights computed from client models: FedSDG's for one mean, FedAMP's for one mixture per client.
 
-In FedAMP (Huang et al. 2021, arXiv:2007.03797) each client receives its own mixture of all clients' models.
-Its functions give receiver → sender → weight, where a receiver's weights sum to 1.
-:meth:`prefed.merge.Aggregator.blend` makes a mixture from them.
+In FedAMP (Huang et al. 2021, arXiv:2007.03797), each client receives its own mixture of all client models,
+computed by :meth:`prefed.merge.Aggregator.blend`. The weights are receiver → sender → weight; those of each
+receiver sum to 1.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ def alignment_weights(updates: Mapping[str, Tensors], *, leave_one_out: bool = F
     """w_k = α_k / (Σ_j α_j + ε), α_k = max(0, ⟨Δ_k, Δ̄⟩ / (‖Δ_k‖ ‖Δ̄‖ + ε)): FedSDG, eq. 10.
 
     Args:
-        updates: client → Δ_k = φ_k − φ. All clients count alike, whatever the size of their data.
-        leave_one_out: compare Δ_k with the mean of the other clients. The mean of all contains Δ_k itself, so
-            with S clients and unrelated updates the cosine is still near 1/√S.
+        updates: client → Δ_k = φ_k − φ.
+        leave_one_out: compare Δ_k with the mean of the other updates. The mean of all S updates contains Δ_k
+            itself, so even unrelated updates have a cosine near 1/√S.
 
     Returns:
-        Client → weight, at least 0. The weights are uniform (the plain mean) if every α is 0: there is no
-        common direction, or ``leave_one_out`` compares one client with nobody.
+        Client → weight, at least 0. The weights are uniform if every α is 0.
 
     >>> from prefed.core import Entry, Layout
     >>> layout = Layout((Entry("a", (2,), "lora"),))
@@ -45,7 +44,7 @@ def alignment_weights(updates: Mapping[str, Tensors], *, leave_one_out: bool = F
     n = len(clients)
     inner = gram_matrix([updates[client] for client in clients])
     own = inner.diagonal()
-    # ⟨Δ_k, M_k⟩ and ‖M_k‖² of the mean direction M_k that client k is compared with.
+    # ⟨Δ_k, M_k⟩ and ‖M_k‖², where M_k is the mean that client k is compared with.
     if leave_one_out and n > 1:
         along = (inner.sum(dim=1) - own) / (n - 1)
         square = (inner.sum() - 2 * inner.sum(dim=1) + own) / (n - 1) ** 2
@@ -66,13 +65,14 @@ def similarity_attention(
 ) -> dict[str, dict[str, float]]:
     """Softmax of the cosines between updates: the FedAMP baseline of FedPDPO (arXiv:2603.19741).
 
-    a_ij = softmax_j(cos(Δφ_i, Δφ_j) / τ) over all j, i included, with Δφ = φ − φ_init. Weights below
-    ``floor`` are raised to it, and the row is normalised again. A client that has not moved has cosine 0 to
-    every client.
+    a_ij = softmax_j(cos(Δφ_i, Δφ_j) / τ) over all j, including i, with Δφ = φ − φ_init. Weights below
+    ``floor`` are raised to it, and each row is normalised again. The cosine of a zero update is 0.
 
     Args:
+        models: client → φ.
+        initial: φ_init.
         temperature: τ.
-        floor: the least weight before the second normalisation; min(0.05, 1/N) unless given.
+        floor: minimum weight before the second normalisation, by default min(0.05, 1/N).
     """
     clients = sorted(models)
     inner = gram_matrix([models[client] for client in clients], initial)
@@ -87,17 +87,18 @@ def similarity_attention(
 def distance_attention(
     models: Mapping[str, Tensors], *, alpha: float, sigma: float
 ) -> dict[str, dict[str, float]]:
-    """The message passing of the FedAMP paper (arXiv:2007.03797).
+    """Message passing of the FedAMP paper (arXiv:2007.03797).
 
-    c_ij = α A'(‖φ_i − φ_j‖²) for j ≠ i with A(x) = 1 − e^(−x/σ), so A'(x) = e^(−x/σ) / σ, and
-    u_i = (1 − Σ_j c_ij) φ_i + Σ_j c_ij φ_j.
+    u_i = (1 − Σ_j c_ij) φ_i + Σ_j c_ij φ_j with c_ij = α A'(‖φ_i − φ_j‖²) for j ≠ i, where
+    A(x) = 1 − e^(−x/σ) and A'(x) = e^(−x/σ) / σ.
 
     Args:
-        alpha: the server's step size α.
-        sigma: the scale σ of squared distances.
+        models: client → φ.
+        alpha: step size α of the server.
+        sigma: scale σ of squared distances.
 
     Raises:
-        ValueError: a client's weight on its own model would be negative. α ≤ σ / (N − 1) always serves.
+        ValueError: the weight of a client on its own model would be negative. It is not if α ≤ σ / (N − 1).
     """
     clients = sorted(models)
     n = len(clients)
@@ -108,16 +109,16 @@ def distance_attention(
     if bool((own < -1e-9).any()):
         worst = clients[int(own.argmin())]
         raise ValueError(
-            f"client {worst!r} would keep {float(own.min()):.3g} of its own model: lower alpha from "
-            f"{alpha:g} (at most sigma / (N - 1) = {sigma / (n - 1):g} always serves) or raise sigma"
+            f"client {worst!r} would give its own model the weight {float(own.min()):.3g}; lower alpha from "
+            f"{alpha:g} (sigma / (N - 1) = {sigma / (n - 1):g} is always low enough) or raise sigma"
         )
     return _rows(clients, weights + torch.diag(own.clamp(min=0)))
 
 
 def largest_alpha(models: Mapping[str, Tensors], sigma: float) -> float:
-    """The largest α with which no client's weight on its own model is negative.
+    """Return the largest α for which no client has a negative weight on its own model.
 
-    It is σ / max_i Σ_{j≠i} e^(−‖φ_i − φ_j‖²/σ): infinite for one client, σ / (N − 1) where all are equal.
+    It is σ / max_i Σ_{j≠i} e^(−‖φ_i − φ_j‖²/σ): infinite for one client, σ / (N − 1) for equal models.
 
     >>> from prefed.core import Entry, Layout
     >>> layout = Layout((Entry("a", (1,), "lora"),))
@@ -129,7 +130,7 @@ def largest_alpha(models: Mapping[str, Tensors], sigma: float) -> float:
 
 
 def mean_squared_distance(models: Mapping[str, Tensors]) -> float:
-    """The mean of ‖φ_i − φ_j‖² over all pairs of different clients; 0 for one client.
+    """Return the mean of ‖φ_i − φ_j‖² over all pairs of clients; 0 for one client.
 
     >>> from prefed.core import Entry, Layout
     >>> layout = Layout((Entry("a", (1,), "lora"),))

@@ -1,9 +1,8 @@
-"""Clusters of clients: by the losses of U models (FedBiscuit), and by posterior means (FedVPA-GP).
+"""Cluster clients by their losses under U models (FedBiscuit) or by posterior means (FedVPA-GP).
 
-FedBiscuit (section 5, eq. 5): sizes of clusters differ by at most 1, and nothing depends on the order in
-which clients are given. FedVPA-GP (arXiv:2605.30873): after each aggregation the server clusters the means
-of the clients' posteriors and matches the clusters with the prototypes. A client is sent only the index of
-its own prototype. Whoever has all means and prototypes can find the others' as the server does.
+FedBiscuit (section 5, eq. 5): the sizes of clusters differ by at most 1. FedVPA-GP (arXiv:2605.30873): after
+each aggregation, the server clusters the posterior means and matches the clusters with the prototypes. Each
+client receives only the index of its own prototype. No result depends on the order of the clients.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ from prefed.core import Key, Plain
 from prefed.core.lazy import np, torch
 
 MOST = 10.0
-"""The highest loss of a client that counts: a claim beyond it weighs no more.
+"""Upper bound on reported losses, in nats. Honest losses are near ln 2.
 
-It does not keep a liar from its cluster of choice. Honest losses are near ln 2, so a client that claims 0
-there and 10 elsewhere gets a place before them.
+It does not prevent a dishonest client from choosing its cluster by reporting 0 there and 10 elsewhere.
 """
 MOST_CLIENTS = 2000
-"""With more clients the greedy rule is not compared with the exact one, which takes seconds and more."""
+"""Maximum number of clients for comparing the greedy rule with the slower exact one."""
 
 Losses: TypeAlias = Mapping[str, Sequence[float]]
 """Client → its loss under each of the U models, in nats, from 0 to :data:`MOST`."""
 
 
 def cut(loss: float) -> float:
-    """``loss`` in the range from 0 to :data:`MOST`; one that is NaN is the highest.
+    """Clip ``loss`` to the range from 0 to :data:`MOST`; NaN becomes :data:`MOST`.
 
     >>> cut(0.7), cut(-3.0), cut(1e30), cut(math.nan)
     (0.7, 0.0, 10.0, 10.0)
@@ -39,16 +37,14 @@ def cut(loss: float) -> float:
 
 
 def greedy(losses: Losses) -> dict[str, int]:
-    """Client → its cluster, by FedBiscuit's rule (section 5.1, step 2.1).
+    """Assign clients to clusters by FedBiscuit's rule (section 5.1, step 2.1).
 
-    Each client chooses the cluster in which it loses least. The cluster that most clients chose is filled
-    first: it takes ⌈clients / clusters⌉ of those who are left, the ones that would lose most elsewhere. The
-    rest choose again among the other clusters.
+    Each client chooses the open cluster with its lowest loss. The cluster with the most votes closes first.
+    It keeps ⌈remaining clients / open clusters⌉ clients with the highest regret, which is the lowest loss in
+    another open cluster minus the loss in this one. All others choose again among the open clusters. Ties go
+    to the first client id and the lowest cluster.
 
-    A client's regret is its least loss in another open cluster minus its own. Ties go to the client whose id
-    comes first, and to the lowest cluster.
-
-    With two clusters no balanced assignment has a lower cost.
+    With two clusters, no balanced assignment has a lower cost.
 
     >>> greedy({"a": (0.1, 0.9), "b": (0.2, 0.3), "c": (0.4, 0.8), "d": (0.5, 0.4)})
     {'a': 0, 'b': 1, 'c': 0, 'd': 1}
@@ -65,7 +61,7 @@ def greedy(losses: Losses) -> dict[str, int]:
             elsewhere = min((losses[client][cluster] for cluster in others), default=MOST)
             return elsewhere - losses[client][own]
 
-        # Sorting keeps the order of ids among equals.
+        # The sort is stable, so that ties go to the first id.
         takers = sorted((c for c in waiting if choices[c] == fullest), key=regret, reverse=True)
         cap = math.ceil(len(waiting) / len(open_clusters))
         clusters |= dict.fromkeys(takers[:cap], fullest)
@@ -75,35 +71,20 @@ def greedy(losses: Losses) -> dict[str, int]:
 
 
 def exact(losses: Losses) -> dict[str, int]:
-    """Client → its cluster, with the least possible sum of losses over all balanced assignments.
-
-    Every cluster has ⌊n / U⌋ slots that must be filled, and where n is no multiple of U one more that may
-    be. Slots that stay empty are taken by fillers, which cost nothing there and must not be elsewhere. So one
-    linear assignment covers every pattern of sizes.
+    """Assign clients to clusters with the lowest sum of losses over all balanced assignments.
 
     >>> exact({"a": (0.1, 0.9), "b": (0.2, 0.3), "c": (0.4, 0.8), "d": (0.5, 0.4)})
     {'a': 0, 'b': 1, 'c': 0, 'd': 1}
     """
-    from scipy.optimize import linear_sum_assignment
-
-    clients, count = sorted(losses), _clusters(losses)
-    if not clients:
+    if not _clusters(losses):
         return {}
-    each, more = divmod(len(clients), count)
-    slots = np.concatenate([np.repeat(np.arange(count), each), np.arange(count if more else 0)])
-    costs = np.array([losses[client] for client in clients], dtype=np.float64)[:, slots]
-    fillers = np.full((len(slots) - len(clients), len(slots)), np.inf)
-    fillers[:, each * count :] = 0.0
-    rows, columns = linear_sum_assignment(np.concatenate([costs, fillers]))
-    return {
-        clients[row]: int(slots[column])
-        for row, column in zip(rows, columns, strict=True)
-        if row < len(clients)
-    }
+    clients = sorted(losses)
+    costs = np.array([losses[client] for client in clients], dtype=np.float64)
+    return dict(zip(clients, balanced_assignment(costs).tolist(), strict=True))
 
 
 def cost(losses: Losses, clusters: Mapping[str, int]) -> float:
-    """The sum over clients of the loss in their clusters, exact to the last bit in any order.
+    """Return the exactly rounded sum of the losses of all clients in their clusters.
 
     >>> cost({"a": (0.25, 1.0), "b": (0.5, 0.75)}, {"a": 0, "b": 1})
     1.0
@@ -112,16 +93,16 @@ def cost(losses: Losses, clusters: Mapping[str, int]) -> float:
 
 
 def gap(losses: Losses) -> float | None:
-    """The cost of :func:`greedy` above that of :func:`exact`; ``None`` beyond :data:`MOST_CLIENTS`."""
+    """Return the cost of :func:`greedy` minus that of :func:`exact`; ``None`` above :data:`MOST_CLIENTS`."""
     if len(losses) > MOST_CLIENTS:
         return None
     return max(0.0, cost(losses, greedy(losses)) - cost(losses, exact(losses)))
 
 
 def place(clients: Collection[str], clusters: Mapping[str, int], count: int) -> dict[str, int]:
-    """``clusters`` and, for each of ``clients`` without one, the cluster that has fewest members then.
+    """Add each of ``clients`` without a cluster, in order of ids, to the smallest cluster.
 
-    Ties go to the lowest cluster, and clients are taken in the order of their ids.
+    Ties go to the lowest cluster.
 
     >>> place(["d", "c"], {"a": 1, "b": 0}, 3)
     {'a': 1, 'b': 0, 'c': 2, 'd': 0}
@@ -136,18 +117,18 @@ def place(clients: Collection[str], clusters: Mapping[str, int], count: int) -> 
 def regroup(
     reports: Losses, before: Mapping[str, int], clients: Collection[str], count: int, rule: str
 ) -> dict[str, Plain]:
-    """Group the clients that report their losses. The others keep their cluster, or are placed.
+    """Group the clients that report losses. The others keep their cluster, or see :func:`place`.
 
     Args:
-        reports: losses as clients tell them. Honest ones are cut; here all are.
-        before: client → its cluster so far.
-        clients: all clients, those without a report included.
-        count: how many clusters.
+        reports: reported losses, which are clipped by :func:`cut`.
+        before: client → current cluster.
+        clients: all clients, with or without a report.
+        count: number of clusters.
         rule: ``"greedy"`` or ``"exact"``.
 
     Returns:
-        ``clusters``, client → cluster; ``moved``, the clients whose cluster changed; ``selector_losses``, the
-        means of the losses over those who report, none if nobody does; ``balance_gap``, see :func:`gap`.
+        ``clusters``: client → cluster; ``moved``: clients that changed clusters; ``selector_losses``: mean
+        reported losses, empty without reports; ``balance_gap``: see :func:`gap`.
 
     >>> regroup({"a": (0.5, 0.25), "b": (0.5, 0.75)}, {"a": 0, "c": 1}, ["a", "b", "c", "d"], 2, "greedy")[
     ...     "clusters"
@@ -166,7 +147,7 @@ def regroup(
 
 
 def members(clusters: Mapping[str, int], count: int) -> list[Plain]:
-    """The ids of each cluster's clients, sorted.
+    """Return the sorted client ids of each cluster.
 
     >>> members({"b": 1, "c": 0, "a": 1}, 3)
     [['c'], ['a', 'b'], []]
@@ -175,10 +156,10 @@ def members(clusters: Mapping[str, int], count: int) -> list[Plain]:
 
 
 def _clusters(losses: Losses) -> int:
-    """U, which all clients agree on."""
+    """Return the number of clusters U; 0 without clients."""
     counts = {len(own) for own in losses.values()}
     if len(counts) > 1:
-        raise ValueError(f"clients have losses under different numbers of models: {sorted(counts)}")
+        raise ValueError(f"clients report different numbers of losses: {sorted(counts)}")
     return counts.pop() if counts else 0
 
 
@@ -189,26 +170,25 @@ if TYPE_CHECKING:
     Labels = NDArray[np.int64]
 
 RESTARTS = 8
-"""How often k-means starts; the start that ends with the least distances counts."""
+"""Number of starts of k-means. The result with the smallest distances counts."""
 STEPS = 100
-"""The most steps of a start. Few take more than ten."""
+"""Maximum number of steps per start. Few take more than ten."""
 
 
 def assign_prototypes(
     means: Mapping[str, torch.Tensor], prototypes: torch.Tensor, key: Key, *, balanced: bool = True
 ) -> dict[str, int]:
-    """Client → index y* of its prototype: k-means of the clients' means, clusters matched with prototypes.
+    """Return client → index y* of its prototype, by k-means of the posterior means.
 
-    The clusters are matched as a whole (Hungarian method), such that the squared distances from the clusters'
-    centres to their prototypes are the least in sum. So the numbering of the clusters, which k-means draws,
-    makes no difference, nor does the order of the clients.
+    Clusters are matched with prototypes so that the sum of squared distances between their centers and the
+    prototypes is smallest (Hungarian method).
 
     Args:
-        means: client → ``[d]`` μ̄; those that sent a posterior.
+        means: client → ``[d]`` μ̄, for clients that sent a posterior.
         prototypes: ``[M, d]``.
-        key: the randomness of k-means' starts.
-        balanced: the clusters' sizes differ by at most 1, as in the source. Ten clients with 7 and 3 of two
-            tastes are then split into 5 and 5, and two of them learn the other taste's prototype.
+        key: randomness of the starts of k-means.
+        balanced: let the sizes of clusters differ by at most 1, as in the source. Two tastes of 7 and 3
+            clients are then split into 5 and 5, and two clients get the prototype of the other taste.
 
     >>> ends = {"a": torch.tensor([4.0, 0.0]), "b": torch.tensor([0.0, 4.0]), "c": torch.tensor([5.0, 1.0])}
     >>> assign_prototypes(ends, torch.tensor([[0.0, 5.0], [5.0, 0.0]]), Key(0))
@@ -232,9 +212,8 @@ def kmeans(points: Array, count: int, key: Key, *, balanced: bool) -> tuple[Labe
     Args:
         points: ``[n, d]``, n at least ``count``.
         count: number of clusters.
-        key: the randomness of the starts.
-        balanced: the points of a step are assigned together, at the least sum of squared distances with
-            which the clusters' sizes differ by at most 1; otherwise each goes to the nearest center.
+        key: randomness of the starts.
+        balanced: assign points by :func:`balanced_assignment`; otherwise to the nearest center.
 
     Returns:
         ``[n]`` the cluster of each point, and ``[count, d]`` the centers.
@@ -249,7 +228,7 @@ def kmeans(points: Array, count: int, key: Key, *, balanced: bool) -> tuple[Labe
             if labels is not None and np.array_equal(after, labels):
                 break
             labels = after
-            # A cluster that has lost every point keeps its center.
+            # A cluster without points keeps its center.
             centers = np.stack(
                 [points[labels == k].mean(0) if (labels == k).any() else centers[k] for k in range(count)]
             )
@@ -262,7 +241,7 @@ def kmeans(points: Array, count: int, key: Key, *, balanced: bool) -> tuple[Labe
 
 
 def balanced_assignment(costs: Array) -> Labels:
-    """The cluster of each point, at the least sum of costs with which sizes differ by at most 1.
+    """Assign points to clusters of sizes that differ by at most 1, with the lowest sum of costs.
 
     Args:
         costs: ``[n, clusters]``, finite.
@@ -274,8 +253,8 @@ def balanced_assignment(costs: Array) -> Labels:
 
     n, count = costs.shape
     size, more = divmod(n, count)
-    # Each cluster has `size` seats that must be taken. If `more` points are left over, each cluster has one
-    # seat besides, and as many idle points as there are seats too many take any of those.
+    # Each cluster has `size` mandatory seats. If `more` points remain, each cluster gets an optional seat, and
+    # idle points, which may only take optional seats, fill those that remain free.
     must = np.repeat(costs, size, axis=1)
     table = must
     if more:
@@ -288,7 +267,7 @@ def balanced_assignment(costs: Array) -> Labels:
 
 
 def _spread_start(points: Array, count: int, generator: np.random.Generator) -> Array:
-    """k-means++: each further center is a point, drawn by its squared distance to the nearest center."""
+    """k-means++: draw centers from the points in proportion to the squared distance to the nearest center."""
     chosen = [int(generator.integers(len(points)))]
     while len(chosen) < count:
         nearest = _squared_distances(points, points[chosen]).min(1)

@@ -1,4 +1,4 @@
-"""Arithmetic on many flat buffers at once, in float64 and in chunks that need little memory."""
+"""Float64 arithmetic on many flat buffers at once, in chunks to save memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CHUNK = 1 << 16
 
 
 def weighted_mean(values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
-    """Σ_k w_k x_k for weights that sum to 1, accumulated in float64, in the dtype of the first.
+    """Return Σ_k w_k x_k for weights that sum to 1, accumulated in float64, in the dtype of the first value.
 
-    It is computed as x_j + Σ_k w_k (x_k − x_j) around the x_j of the largest weight. So the mean of equal
-    values is that value bit for bit, whatever the weights.
+    Computed as x_j + Σ_k w_k (x_k − x_j), where x_j has the largest weight, so that the mean of equal values
+    is that value bit for bit.
 
     >>> from prefed.core import Entry, Layout
     >>> layout = Layout((Entry("a", (2,), "lora"),))
@@ -37,10 +37,10 @@ def weighted_mean(values: Sequence[Tensors], weights: Sequence[float]) -> Tensor
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum.
+    """Divide the weights by their sum.
 
     Raises:
-        ValueError: one is negative or none is above 0.
+        ValueError: a weight is negative, or all are 0.
     """
     total = sum(weights)
     if not (total > 0 and min(weights) >= 0):
@@ -49,7 +49,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def chunks(values: Sequence[Tensors]) -> Iterator[tuple[slice, Tensor]]:
-    """The buffers stacked to ``[n, columns]`` in float64, some columns at a time."""
+    """Yield slices of columns, and the stacked buffers ``[n, columns]`` in float64."""
     size = values[0].layout.size
     for start in range(0, size, _CHUNK):
         columns = slice(start, min(start + _CHUNK, size))
@@ -57,7 +57,7 @@ def chunks(values: Sequence[Tensors]) -> Iterator[tuple[slice, Tensor]]:
 
 
 def gram_matrix(values: Sequence[Tensors], origin: Tensors | None = None) -> Tensor:
-    """``[n, n]`` float64 inner products ⟨x_i − o, x_j − o⟩ of the buffers; o is ``origin``, or zero."""
+    """Return the inner products ⟨x_i − o, x_j − o⟩, float64 ``[n, n]``; o is ``origin`` or zero."""
     total = torch.zeros(len(values), len(values), dtype=torch.float64)
     for columns, rows in chunks(values):
         if origin is not None:
@@ -67,10 +67,10 @@ def gram_matrix(values: Sequence[Tensors], origin: Tensors | None = None) -> Ten
 
 
 def squared_distances(values: Sequence[Tensors], origin: Tensors) -> Tensor:
-    """``[n, n]`` float64 ‖x_i − x_j‖² of the buffers.
+    """Return ‖x_i − x_j‖², float64 ``[n, n]``.
 
-    ``origin`` lies near most of them, such as the model that all started from. Distances are computed from
-    differences to it, whose float64 digits resolve small distances also beside a very large one.
+    ``origin`` should be near most buffers, such as their common starting point. Distances are computed from
+    differences to it, which preserves small distances in the presence of a very large one.
     """
     inner = gram_matrix(values, origin)
     squares = inner.diagonal()

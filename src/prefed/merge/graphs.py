@@ -1,4 +1,4 @@
-"""Graphs of clients that talk without a server: who is whose neighbour."""
+"""Graphs of clients without a server."""
 
 from __future__ import annotations
 
@@ -49,47 +49,48 @@ class GraphConfig(StrictModel):
     probability: float | None = Field(None, gt=0, le=1, description="of each edge of erdos_renyi")
     file: str | None = Field(
         None,
-        description="of edges: two clients a line; of matrix: the rows of sorted clients as text, or .mtx",
+        description="for edges: two clients per line; for matrix: rows of sorted clients as text, or .mtx",
     )
     weights: WeightsName = Field(
         "metropolis",
-        description="weight of neighbour j at i: 1/(1 + max(deg i, deg j)), or 1/(1 + the largest degree)",
+        description="weight of neighbour j at i: metropolis, 1/(1 + max(deg i, deg j)); max_degree, "
+        "1/(1 + the largest degree)",
     )
     placement: Literal["sorted", "random"] = Field(
         "sorted",
-        description="which client is which node: in the order of names (a star's hub is the first), or drawn",
+        description="assignment of clients to nodes: sorted by name (the first is the hub of a star), or random",
     )
     changes: Literal["never", "redrawn", "matching"] = Field(
         "never",
-        description="redrawn: a new erdos_renyi graph each round; matching: each round a client talks to one "
-        "neighbour at most, drawn anew",
+        description="redrawn: a new erdos_renyi graph in each round; matching: a random matching of neighbours "
+        "in each round",
     )
     order: Literal["train_mix", "mix_train"] = Field(
-        "train_mix", description="what comes first in a round: the clients' training, or the mix"
+        "train_mix", description="order of training and mixing in a round"
     )
     edge_failure: float = Field(0.0, ge=0, lt=1, description="probability that an edge fails in a round")
     window: int = Field(
-        10, ge=1, description="a graph that changes must connect all clients within so many rounds"
+        10, ge=1, description="number of rounds in which a changing graph must connect all clients"
     )
 
     @property
     def varies(self) -> bool:
-        """Whether two rounds may have different graphs."""
+        """Whether the graph may differ between rounds."""
         return self.changes != "never" or self.edge_failure > 0
 
     @model_validator(mode="after")
     def _coherent(self) -> GraphConfig:
         if (self.name == "erdos_renyi") != (self.probability is not None):
-            raise ValueError("probability belongs to graph 'erdos_renyi', which needs it, and to no other")
+            raise ValueError("set probability for graph 'erdos_renyi', and only for this graph")
         if (self.name in ("edges", "matrix")) != (self.file is not None):
-            raise ValueError("file belongs to graphs 'edges' and 'matrix', which need it, and to no other")
+            raise ValueError("set file for graphs 'edges' and 'matrix', and only for these")
         if self.changes == "redrawn" and self.name != "erdos_renyi":
             raise ValueError(
-                f"graph {self.name!r} is not drawn, so it cannot be redrawn; use 'erdos_renyi', or changes "
+                f"graph {self.name!r} is not random and cannot be redrawn; use 'erdos_renyi', or changes "
                 "'matching'"
             )
         if self.name == "matrix" and (self.changes == "matching" or "weights" in self.model_fields_set):
-            raise ValueError("graph 'matrix' gives all weights: leave out weights and changes")
+            raise ValueError("graph 'matrix' defines all weights; remove weights and changes")
         return self
 
 
@@ -98,7 +99,8 @@ class Graph:
     """An undirected graph over the nodes 0 … ``nodes`` − 1.
 
     Attributes:
-        edges: int64 ``[edges, 2]``, each row i < j, sorted, each edge once.
+        nodes: number of nodes.
+        edges: int64 ``[edges, 2]``, sorted and unique, with i < j in each row.
     """
 
     nodes: int
@@ -106,13 +108,13 @@ class Graph:
 
     @classmethod
     def of(cls, nodes: int, edges: Any) -> Graph:
-        """The graph with these pairs of nodes as edges; their order and direction make no difference."""
+        """Return the graph with these pairs of nodes as edges, in any order and direction."""
         pairs = np.asarray(edges, dtype=np.int64).reshape(-1, 2)
         return cls(nodes, np.unique(np.sort(pairs, axis=1), axis=0))
 
     @property
     def degrees(self) -> NDArray[np.int64]:
-        """int64 ``[nodes]``: how many neighbours each node has."""
+        """Number of neighbours of each node, int64 ``[nodes]``."""
         return np.bincount(self.edges.ravel(), minlength=self.nodes)
 
     def parts(self) -> NDArray[np.int32]:
@@ -125,15 +127,15 @@ class Graph:
         return np.asarray(connected_components(links, directed=False)[1])
 
     def check_connected(self, clients: Sequence[str], when: str = "", how: str = "") -> None:
-        """Refuse a graph in which some client cannot reach another.
+        """Refuse a graph that is not connected.
 
         Args:
-            clients: the nodes' names.
-            when: end of the message's first part, e.g. ``" in rounds 1 to 10"``.
-            how: what to set so that there are more edges, e.g. ``": raise [graph] window"``.
+            clients: names of the nodes.
+            when: rounds of the graph, for the message, e.g. ``" in rounds 1 to 10"``.
+            how: remedy, e.g. ``": raise [graph] window"``.
 
         Raises:
-            ValueError: it is not connected. The message names two clients that cannot reach each other.
+            ValueError: the graph is not connected. The message names two clients without a path.
         """
         parts = self.parts()
         if parts.max(initial=0) == 0:
@@ -142,24 +144,22 @@ class Graph:
         alone = int(np.flatnonzero(parts == sizes.argmin())[0])
         other = int(np.flatnonzero(parts != parts[alone])[0])
         raise ValueError(
-            f"the graph is not connected{when}: it has {len(sizes)} parts, and no path leads from "
-            f"{clients[alone]!r} (in a part of {pluralize(int(sizes.min()), 'client', 'clients')}) to "
+            f"the graph is not connected{when}: it has {len(sizes)} components, with no path from "
+            f"{clients[alone]!r} (in a component of {pluralize(int(sizes.min()), 'client', 'clients')}) to "
             f"{clients[other]!r}; add edges{how}"
         )
 
 
 def draw_graph(config: GraphConfig, clients: Sequence[str], key: Key) -> Graph:
-    """The graph that ``config`` names over ``clients``: node k is client k.
-
-    Edges are those of networkx. One client alone has no edge.
+    """Return the configured graph, in which node k is client k. A single client has no edges.
 
     Args:
-        config: its name is not ``"matrix"``, which has no graph apart from its numbers.
+        config: any graph but ``"matrix"``.
         clients: sorted names.
         key: randomness of ``erdos_renyi``.
 
     Raises:
-        ValueError: no such graph has that many nodes, or the file of edges is wrong.
+        ValueError: no such graph has that many nodes, or the file of edges is malformed.
 
     >>> draw_graph(GraphConfig(name="ring"), ["a", "b", "c", "d"], Key(0)).edges.tolist()
     [[0, 1], [0, 3], [1, 2], [2, 3]]
@@ -186,29 +186,32 @@ def draw_graph(config: GraphConfig, clients: Sequence[str], key: Key) -> Graph:
     elif config.name == "hypercube":
         if nodes & (nodes - 1):
             low = 1 << nodes.bit_length() - 1
-            raise ValueError(f"a hypercube has {low} or {2 * low} nodes, not {nodes}; use 'exponential'")
+            raise ValueError(
+                f"a hypercube of {nodes} clients does not exist; use {low} or {2 * low} clients, or graph "
+                "'exponential'"
+            )
         made = nx.hypercube_graph(nodes.bit_length() - 1)
     elif config.name == "exponential":
         made = nx.circulant_graph(nodes, [1 << k for k in range((nodes - 1).bit_length())])
     else:
         made = nx.fast_gnp_random_graph(nodes, config.probability, seed=key.number())
-    # A torus and a hypercube have coordinates for nodes, and these count in the order of the nodes.
+    # The nodes of a torus and of a hypercube are coordinates, numbered in sorted order.
     number = {node: index for index, node in enumerate(sorted(made))}
     return Graph.of(nodes, [(number[a], number[b]) for a, b in made.edges])
 
 
 def _sides(nodes: int) -> tuple[int, int]:
-    """The sides of the squarest torus with so many nodes."""
+    """Return the sides of the torus closest to a square."""
     side = next(side for side in range(math.isqrt(nodes), 0, -1) if nodes % side == 0)
     if side == 1:
         raise ValueError(
-            f"{nodes} nodes make no torus of at least two rows, as {nodes} is a prime number; use 'ring'"
+            f"a torus of {nodes} clients does not exist, since {nodes} is a prime number; use graph 'ring'"
         )
     return side, nodes // side
 
 
 def read_edges(path: Path, clients: Sequence[str]) -> Graph:
-    """Read a list of edges: two clients a line, parted by a comma, a tab or spaces; # begins a comment.
+    """Read a list of edges: two clients per line, separated by a comma, a tab or spaces; # starts a comment.
 
     Raises:
         ValueError: the file cannot be read, or a line is not two different clients. The message names file,
@@ -226,16 +229,14 @@ def read_edges(path: Path, clients: Sequence[str]) -> Graph:
         names = [word.strip() for word in words]
         if len(names) != 2:
             raise ValueError(
-                f"{where}: an edge is two clients, and here are {len(names)} words; part names that hold "
-                "spaces by a comma"
+                f"{where}: expected two clients, found {len(names)} words; separate names that contain spaces "
+                "by a comma"
             )
         for name in names:
             if name not in index:
-                raise ValueError(
-                    f"{where}: there is no client {name!r} among those that train{did_you_mean(name, index)}"
-                )
+                raise ValueError(f"{where}: no training client {name!r}{did_you_mean(name, index)}")
         if names[0] == names[1]:
-            raise ValueError(f"{where}: {names[0]!r} is no neighbour of itself; remove the line")
+            raise ValueError(f"{where}: {names[0]!r} cannot be its own neighbour; remove the line")
         edges.append((index[names[0]], index[names[1]]))
     return Graph.of(len(clients), edges)
 
@@ -244,21 +245,18 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text("utf-8-sig").splitlines()
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not UTF-8 text; save it as UTF-8") from None
 
 
 def draw_matching(graph: Graph, key: Key) -> Graph:
-    """A maximal matching of ``graph``: no two edges share a node, and no edge can be added.
-
-    Edges come in a random order, and each that touches no earlier one is taken.
-    """
+    """Draw a maximal matching: take edges in random order, each without a node of an earlier one."""
     left, right = graph.edges.T
     rank = key.numpy().permutation(len(graph.edges))
     pairs = []
     while len(rank):
-        # An edge that comes first at both of its ends is taken, whatever else is.
+        # Take each edge that comes first at both of its ends.
         first = np.full(graph.nodes, len(graph.edges))
         np.minimum.at(first, left, rank)
         np.minimum.at(first, right, rank)

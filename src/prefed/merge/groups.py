@@ -1,4 +1,4 @@
-"""Several models in one round: each upload goes into the one that the server names for its client."""
+"""Merge uploads into several models, each into the model that the server assigned to the client."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from prefed.merge.lora import without_residuals
 from prefed.merge.uploads import BadUpload, TooFewUploads, align, check_length, update_norm
 
 SENT = "model"
-"""The group in which every client sends its tensors, whichever of the server's groups they belong to."""
+"""The group of tensors in every upload, regardless of the server's group."""
 
 
 def by_mass(aggregator: Aggregator, setting: str) -> Aggregator:
-    """``aggregator`` with weights ``"mass"``: FedBiscuit's eq. 6.
+    """Return ``aggregator`` with weights ``"mass"`` (FedBiscuit, eq. 6).
 
     Args:
-        setting: what asks for it, for the error.
+        aggregator: the aggregator with the configured weights.
+        setting: the setting that requires it, for the error.
 
     Raises:
-        ValueError: ``[merge]`` asks for other weights, or for a rule that has no place for these.
+        ValueError: ``[merge]`` sets uniform weights or another rule than mean and norm_clip.
     """
     config = aggregator.config
     if config.weights == "uniform" or config.rule not in ("mean", "norm_clip"):
         what = "weights 'uniform'" if config.weights == "uniform" else f"rule {config.rule!r}"
         raise ValueError(
-            f"{setting} moves a model by each client's share of all pairs, and {what} in [merge] leaves no "
-            "place for that: set it to 'normalised'"
+            f"{setting} weighs each client by its share of all pairs and cannot be combined with {what} in "
+            "[merge]; set it to 'normalised'"
         )
     return replace(aggregator, config=config.model_copy(update={"weights": "mass"}))
 
@@ -42,21 +43,24 @@ def merge_groups(
     now: Round,
     names: Collection[str],
 ) -> tuple[State, dict[str, str]]:
-    """Merge each upload into the server's group of its client. A group without uploads keeps its tensors.
+    """Merge each upload into the server's group of its client.
+
+    Groups without uploads, or with too few for the merge rule, keep their tensors.
 
     Args:
         aggregator: merges the uploads of one group.
-        uploads: at least one, each with its tensors in the group :data:`SENT`.
-        groups: client → the server's group. It is the server's own account: nothing in an upload decides it.
-        names: the tensors that are merged.
+        state: state of the server.
+        uploads: at least one upload, with tensors in the group :data:`SENT`.
+        groups: client → group, as recorded by the server.
+        now: the round.
+        names: tensors to merge.
 
     Returns:
-        The server's next state; and each group that has too few uploads for the merge rule, with the reason.
-        Such a group keeps its tensors.
+        The next state of the server; and group → reason, for groups with too few uploads.
 
     Raises:
-        TooFewUploads: this holds for every group that has uploads.
-        BadUpload: an upload does not fit its group, or its update is out of all proportion to the others'.
+        TooFewUploads: no group has enough uploads.
+        BadUpload: an upload does not match its group, or its update is too large.
     """
     members: dict[str, list[Upload]] = {}
     for upload in uploads:
@@ -78,9 +82,9 @@ def merge_groups(
 def _with_one_bound(
     aggregator: Aggregator, state: State, members: Mapping[str, Sequence[Upload]], names: Collection[str]
 ) -> Aggregator:
-    """``aggregator``, in which ``norm_clip`` has one bound for all groups: the median length of the round.
+    """Set one bound of ``norm_clip`` for all groups: the median norm of the round.
 
-    By the median of its group alone, a client that is by itself there would set its own bound.
+    Otherwise, the only client of a group would set its own bound.
     """
     config = aggregator.config
     if config.rule != "norm_clip" or config.max_norm is not None:
@@ -99,9 +103,9 @@ def _check_sizes(
     groups: Mapping[str, str],
     sizes: Mapping[str, int],
 ) -> None:
-    """As :meth:`Aggregator.with_size_check` over all uploads, each as a step from its own group's tensors.
+    """Check all uploads like :meth:`Aggregator.with_size_check`, each as a step from its group's tensors.
 
-    Each of them is checked: the longest may be one that its group cannot do without.
+    Checking only the longest update is not enough: its group may be unable to merge without it.
     """
     most, sent = aggregator.config.max_ratio, {upload.client: upload.tensors[SENT] for upload in uploads}
     origins = {client: state.tensors[groups[client]].select(sent[client]) for client in sent}
@@ -111,6 +115,6 @@ def _check_sizes(
             own = update_norm(origins[client])
             check_length(client, lengths[client], lengths.values(), own, most, SENT)
         except BadUpload:
-            # Otherwise one client could stop its group's every round by an upload that is refused.
+            # Otherwise, one client could stop every round of its group with a refused upload.
             if rules.can_merge(aggregator.config, sizes[groups[client]] - 1):
                 raise

@@ -1,21 +1,21 @@
-"""LoRA rules: who owns which factor, which factors train in a round, and the mean of the products B A.
+"""LoRA rules: owners of the factors, factors that train in a round, and the mean of the products B A.
 
 The update of a LoRA module is s · B A, and the mean of products is not the product of means.
 
 ========== ================ ================================================= ====================
 rule       A, B are         the server                                        source
 ========== ================ ================================================= ====================
-fedit      shared, shared   averages A and B apart                            arXiv:2305.05644
-ffa        frozen, shared   averages B; A stays as drawn                      arXiv:2403.12313
+fedit      shared, shared   averages A and B separately                       arXiv:2305.05644
+ffa        frozen, shared   averages B; A keeps its initial value             arXiv:2403.12313
 rolora     shared, shared   as fedit; odd rounds train B, even rounds A       arXiv:2502.01755
 fedsa      shared, personal averages A                                        arXiv:2410.01463
 fedex      shared, shared   as fedit, and adds mean(B A) − B̄ Ā to the base    arXiv:2410.09432
 flexlora   shared, shared   splits mean(B A) by its singular values           arXiv:2402.11505
 ========== ================ ================================================= ====================
 
-With ``ffa``, and within a round of ``rolora``, one factor is the same on all clients. So the mean of the
-other gives the exact mean product. With ``fedex`` and ``flexlora`` the reference stays the original base
-model.
+With ``ffa``, and within a round of ``rolora``, all clients have the same value of one factor, so averaging
+the other gives the exact mean product. With ``fedex`` and ``flexlora``, the reference is still the original
+base model.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
 
 LORA = "lora"
-"""The part of a model that holds its LoRA factors."""
+"""The part of a model with its LoRA factors."""
 RESIDUAL = "residual"
 """The part that ``fedex`` adds to the base: entries ``residual/<block>/<module>/W``, out × in."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """The names of one LoRA module's factors, e.g. ``lora/3/attn.c_attn/A`` and ``…/B``."""
+    """The names of the factors of a LoRA module, e.g. ``lora/3/attn.c_attn/A`` and ``…/B``."""
 
     a: str
     b: str
 
     @property
     def residual(self) -> str:
-        """The name of its dense residual: ``residual/3/attn.c_attn/W``."""
+        """The name of the dense residual, e.g. ``residual/3/attn.c_attn/W``."""
         return "/".join((RESIDUAL, *self.a.split("/")[1:-1], "W"))
 
 
 def modules(layout: Layout) -> tuple[Module, ...]:
-    """The LoRA modules that have both factors in ``layout``.
+    """Return the LoRA modules with both factors in ``layout``.
 
     >>> a, b = Entry("lora/0/q/A", (2, 5), "lora", 0, "A"), Entry("lora/0/q/B", (4, 2), "lora", 0, "B")
     >>> layout = Layout((a, b))
@@ -66,12 +66,12 @@ def modules(layout: Layout) -> tuple[Module, ...]:
 
 
 def needs(rule: LoraRule) -> frozenset[str]:
-    """The parts of a model that ``rule`` needs besides the LoRA itself."""
+    """Return the parts of a model that ``rule`` needs in addition to the LoRA."""
     return frozenset({RESIDUAL}) if rule == "fedex" else frozenset()
 
 
 def owner(rule: LoraRule, entry: Entry) -> Owner:
-    """The owner that ``rule`` gives to an entry that the method shares.
+    """Return the owner of an entry shared by the method, according to ``rule``.
 
     A residual is shared under ``fedex``, although no client trains it; otherwise it is frozen.
 
@@ -89,10 +89,9 @@ def owner(rule: LoraRule, entry: Entry) -> Owner:
 
 
 def ownership(rule: LoraRule, layout: Layout, owner_of: Callable[[Entry], Owner]) -> Ownership:
-    """The owner of each entry of ``layout``: for each that ``owner_of`` marks as shared, the rule decides.
+    """Return the owner of each entry, applying the rule to the entries that ``owner_of`` shares.
 
-    The residual of a module counts as shared if both of the module's factors do, and as frozen otherwise;
-    ``owner_of`` has no say in it.
+    A residual counts as shared if both factors of its module are, and as frozen otherwise.
     """
     owners = {entry.name: owner_of(entry) for entry in layout.entries}
     for module in modules(layout):
@@ -107,9 +106,9 @@ def ownership(rule: LoraRule, layout: Layout, owner_of: Callable[[Entry], Owner]
 
 
 def trainable(rule: LoraRule, names: Iterable[str], layout: Layout, round_number: int) -> tuple[str, ...]:
-    """Those of ``names`` that clients train in round ``round_number`` and then send; the first round is 1.
+    """Return those of ``names`` that clients train in round ``round_number``, counted from 1.
 
-    Under ``rolora`` B trains in odd rounds, so also in the first: while B = 0, A has no gradient.
+    Under ``rolora``, B trains in odd rounds, since A has no gradient while B = 0.
 
     >>> a, b = Entry("lora/0/q/A", (2, 5), "lora", 0, "A"), Entry("lora/0/q/B", (4, 2), "lora", 0, "B")
     >>> layout = Layout((a, b))
@@ -127,19 +126,16 @@ def trainable(rule: LoraRule, names: Iterable[str], layout: Layout, round_number
 
 
 def without_residuals(tensors: Tensors) -> Tensors:
-    """All tensors but the residuals, which only the server changes."""
+    """Return all tensors except the residuals, which only the server changes."""
     return tensors.select(entry.name for entry in tensors.layout.entries if entry.part != RESIDUAL)
 
 
 def product_error(values: Sequence[Tensors], weights: Sequence[float]) -> float:
-    """‖mean(B A) − B̄ Ā‖_F / ‖mean(B A)‖_F over all modules: the error of averaging A and B apart.
+    """Return ‖mean(B A) − B̄ Ā‖_F / ‖mean(B A)‖_F over all modules with both factors; 0 if all products are.
 
     Args:
-        values: one per client. A module is counted if both of its factors are there.
+        values: one per client.
         weights: one per client, summing to 1.
-
-    Returns:
-        The relative error. It is 0 if one factor is the same on all clients, or if every product is zero.
     """
     mean = weighted_mean(values, weights)
     error = whole = 0.0
@@ -154,16 +150,16 @@ def product_error(values: Sequence[Tensors], weights: Sequence[float]) -> float:
 def residuals(
     values: Sequence[Tensors], weights: Sequence[float], mean: Tensors, scaling: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """FedEx-LoRA's correction of each module's base weight, s · [mean(B A) − B̄ Ā].
+    """Yield FedEx-LoRA's correction of each base weight, s · [mean(B A) − B̄ Ā].
 
     Args:
         values: one per client, with both factors of each module.
         weights: one per client, summing to 1.
-        mean: Ā and B̄ as clients will receive them. The correction includes their rounding.
+        mean: Ā and B̄ as received by clients, so that the correction includes their rounding.
         scaling: s = α / rank of the LoRA.
 
     Yields:
-        Name of the residual and its increment ``[out, in]``, in float64.
+        Name of the residual, and its increment, float64 ``[out, in]``.
     """
     for module in modules(mean.layout):
         left, right = _lost(module, values, weights, mean)
@@ -173,10 +169,10 @@ def residuals(
 def _lost(
     module: Module, values: Sequence[Tensors], weights: Sequence[float], mean: Tensors
 ) -> tuple[Tensor, Tensor]:
-    """Stacked float64 factors ``[out, k]`` and ``[k, in]`` of mean(B A) − B̄ Ā, for rounded means Ā and B̄.
+    """Return stacked float64 factors ``[out, k]`` and ``[k, in]`` of mean(B A) − B̄ Ā, for rounded Ā and B̄.
 
-    With b_i = B_i − B̄ and a_i = A_i − Ā it is Σ w_i b_i a_i + (Σ w_i b_i) Ā + B̄ (Σ w_i a_i). The last two
-    terms are due to rounding. For equal clients the result is exactly zero.
+    With b_i = B_i − B̄ and a_i = A_i − Ā, it is Σ w_i b_i a_i + (Σ w_i b_i) Ā + B̄ (Σ w_i a_i). The last two
+    terms are due to rounding. For equal clients, the result is exactly zero.
     """
     mean_a, mean_b = mean[module.a].double(), mean[module.b].double()
     off_a = [value[module.a].double() - mean_a for value in values]
@@ -187,7 +183,7 @@ def _lost(
 
 
 def _squares(left: Tensor, right: Tensor, b: Tensor, a: Tensor) -> tuple[float, float]:
-    """‖left @ right‖_F² and ‖left @ right + b @ a‖_F², not forming the products of thin factors."""
+    """Return ‖left @ right‖_F² and ‖left @ right + b @ a‖_F² without forming products of thin factors."""
     (rows, inner), columns = left.shape, right.shape[1]
     if inner * (rows + columns) >= rows * columns:
         product = left @ right
@@ -198,10 +194,11 @@ def _squares(left: Tensor, right: Tensor, b: Tensor, a: Tensor) -> tuple[float, 
 
 
 def flexlora(values: Sequence[Tensors], weights: Sequence[float]) -> tuple[dict[str, Tensor], float]:
-    """The best factors of the given rank for mean(B A), per module.
+    """Return the best factors of the given rank for mean(B A), per module.
 
-    mean(B A) = U Σ Vᵀ; B̂ = U_r Σ_r and Â = V_rᵀ. So Â has orthonormal rows even where the product is zero,
-    and B̂ has a gradient there. The sign of each column of U makes its largest entry positive.
+    With mean(B A) = U Σ Vᵀ, they are B̂ = U_r Σ_r and Â = V_rᵀ. Â has orthonormal rows even if the product is
+    zero, so B̂ always has a gradient. Signs are chosen so that the largest entry of each column of U is
+    positive.
 
     Args:
         values: one per client, with both factors of each module.
@@ -209,7 +206,7 @@ def flexlora(values: Sequence[Tensors], weights: Sequence[float]) -> tuple[dict[
 
     Returns:
         The factors by name, in the dtype of ``values``; and the relative error
-        ‖mean(B A) − B̂ Â‖_F / ‖mean(B A)‖_F over all modules, which is due to the rank.
+        ‖mean(B A) − B̂ Â‖_F / ‖mean(B A)‖_F over all modules.
     """
     factors: dict[str, Tensor] = {}
     cut = whole = 0.0
@@ -230,7 +227,7 @@ def flexlora(values: Sequence[Tensors], weights: Sequence[float]) -> tuple[dict[
 
 
 def _svd_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin singular value decomposition of ``left @ right``, not forming a product of low rank."""
+    """Return the thin SVD of ``left @ right`` without forming a product of low rank."""
     if left.shape[1] >= min(left.shape[0], right.shape[1]):
         u, s, vt = torch.linalg.svd(left @ right, full_matrices=False)
         return u, s, vt
@@ -241,7 +238,7 @@ def _svd_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _padded(u: Tensor, s: Tensor, vt: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The decomposition padded with zeros to ``rank``, for a LoRA whose rank exceeds the module's width."""
+    """Pad the decomposition with zeros to ``rank``, for a LoRA with a rank above the width of the module."""
     extra = rank - s.numel()
     if extra <= 0:
         return u, s, vt

@@ -1,7 +1,7 @@
-"""Mixing matrices: how much of each neighbour's model a client takes, in each round, and how fast all agree.
+"""Mixing matrices: the weights of neighbours in each round, and the rate of consensus.
 
-Many nodes are mixed at once, a few columns of all of them at a time. Their models are the rows of a matrix
-that need not be in memory. What is held at a time is the same for any number of nodes.
+Models are the rows of a matrix that need not be in memory. They are mixed a few columns at a time, so memory
+use does not depend on the number of nodes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Matrix: TypeAlias = Any
 """A float64 ``scipy.sparse.csr_array`` ``[nodes, nodes]``; scipy has no types."""
 
 _DENSE = 2048
-"""Up to so many nodes, eigenvalues are those of the dense matrix: a second of work."""
+"""Maximum number of nodes for eigenvalues of the dense matrix, which take about a second."""
 _ROUNDING = 1e-6
-"""By how much the numbers of a user's file may be off; :func:`read_matrix` sets them right."""
+"""Tolerance for the numbers of a user's file, which :func:`read_matrix` corrects."""
 
 
 def mixing_matrix(graph: Graph, weights: WeightsName = "metropolis") -> Matrix:
-    """W of a graph: symmetric, and each row and column sums to 1.
+    """Return W of a graph: symmetric, with rows and columns that sum to 1.
 
-    Metropolis–Hastings gives neighbours W_ij = 1/(1 + max(deg i, deg j)). The other rule is I − L/(1 + d_max)
-    with the graph's Laplacian L. The rest of a row is the node's self weight: the number next to the exact
-    sum, so it is 1/N on the complete graph.
+    ``metropolis``: W_ij = 1/(1 + max(deg i, deg j)) for neighbours (Metropolis–Hastings). ``max_degree``:
+    I − L/(1 + d_max) with the graph Laplacian L. Self weights are correctly rounded, so they are 1/N on the
+    complete graph.
 
     >>> mixing_matrix(Graph.of(3, [(0, 1), (1, 2)])).toarray().round(3).tolist()
     [[0.667, 0.333, 0.0], [0.333, 0.333, 0.333], [0.0, 0.333, 0.667]]
@@ -48,7 +48,7 @@ def mixing_matrix(graph: Graph, weights: WeightsName = "metropolis") -> Matrix:
         below = 1 + np.maximum(degrees[left], degrees[right])
     else:
         below = np.full(len(left), 1 + degrees.max(initial=0))
-    # A row has few different denominators, so its exact sum costs a few fractions.
+    # A row has few distinct denominators, so its exact sum takes only a few fractions.
     ends, counts = np.unique(
         np.stack([np.concatenate([left, right]), np.concatenate([below, below])]), axis=1, return_counts=True
     )
@@ -68,12 +68,12 @@ def _assemble(graph: Graph, values: NDArray[np.float64], own: NDArray[np.float64
 
 
 def matrix_graph(matrix: Matrix) -> Graph:
-    """The graph whose edges are the positive weights of neighbours."""
+    """Return the graph with an edge for each positive weight between neighbours."""
     return _neighbour_weights(matrix)[0]
 
 
 def _neighbour_weights(matrix: Matrix) -> tuple[Graph, NDArray[np.float64]]:
-    """The edges of a symmetric W, and the weight of each."""
+    """Return the edges of a symmetric W, and their weights."""
     from scipy.sparse import triu
 
     above = triu(matrix, k=1).tocoo()
@@ -84,9 +84,9 @@ def _neighbour_weights(matrix: Matrix) -> tuple[Graph, NDArray[np.float64]]:
 
 
 def fail_edges(matrix: Matrix, probability: float, key: Key) -> Matrix:
-    """W of a round in which each edge fails with ``probability``.
+    """Return W of a round in which each edge fails with ``probability``.
 
-    The weight of an edge that fails becomes self weight at both of its ends, so W stays symmetric and doubly
+    The weight of a failed edge is added to the self weights of both ends, so W stays symmetric and doubly
     stochastic.
     """
     values = _neighbour_weights(matrix)[1]
@@ -94,7 +94,7 @@ def fail_edges(matrix: Matrix, probability: float, key: Key) -> Matrix:
 
 
 def without_edges(matrix: Matrix, edges: Sequence[tuple[int, int]]) -> Matrix:
-    """W of a round in which these edges fail, as those of :func:`fail_edges` do; rows i < j."""
+    """Return W of a round in which these edges (i < j) fail; see :func:`fail_edges`."""
     if not edges:
         return matrix
     graph, gone = matrix_graph(matrix), set(edges)
@@ -110,20 +110,19 @@ def _without(matrix: Matrix, fails: NDArray[np.bool_]) -> Matrix:
 
 
 def read_matrix(path: Path, clients: Sequence[str]) -> Matrix:
-    """Read a mixing matrix: text with one row a client, in the order of ``clients``, or a Matrix Market file.
+    """Read a mixing matrix: text with one row per client, in the order of ``clients``, or a Matrix Market file.
 
-    Numbers that are rounded by at most 1e-6 are set right: W is made symmetric bit for bit, and the self
-    weight is what the others leave.
+    Rounding errors of up to 1e-6 are corrected: W is made exactly symmetric, and self weights are recomputed.
 
     Raises:
-        ValueError: the file is no matrix of that size, or the matrix cannot serve; see :func:`check_mixing`.
+        ValueError: the file is not a matrix of that size, or :func:`check_mixing` refuses it.
     """
     matrix = _read_numbers(path)
     if matrix.shape != (len(clients), len(clients)):
         rows, columns = matrix.shape
         raise ValueError(
-            f"{path}: {rows} × {columns} numbers, but {len(clients)} clients train: one row and one column "
-            "for each of them, sorted by name"
+            f"{path}: {rows} × {columns} numbers for {len(clients)} training clients; give one row and one "
+            "column per client, sorted by name"
         )
     try:
         check_mixing(matrix, clients)
@@ -143,32 +142,32 @@ def _read_numbers(path: Path) -> Matrix:
             return csr_array(mmread(path), dtype=np.float64)
         text = path.read_text("utf-8-sig").replace(",", " ").splitlines()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of an empty file, which is refused by its size
+            warnings.simplefilter("ignore", UserWarning)  # about an empty file, refused later by its size
             return csr_array(np.loadtxt(text, ndmin=2))
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not rows of numbers: {error}") from None
 
 
 def check_mixing(matrix: Matrix, clients: Sequence[str]) -> None:
-    """Refuse a matrix by which clients would not agree on the mean of their models.
+    """Refuse a matrix with which clients do not converge to the mean of their models.
 
     Args:
         matrix: W, square.
-        clients: the nodes' names.
+        clients: names of the nodes.
 
     Raises:
-        ValueError: a number is not finite or negative, W is not symmetric, not doubly stochastic, or not
-            connected, or ρ = 1. The message names the clients.
+        ValueError: a number is negative or not finite, W is not symmetric, doubly stochastic or connected, or
+            ρ = 1. The message names the clients.
     """
     whole = matrix.tocoo()
     wrong = np.flatnonzero(~(np.isfinite(whole.data) & (whole.data >= 0)))
     if len(wrong):
         row, column = whole.row[wrong[0]], whole.col[wrong[0]]
         raise ValueError(
-            f"the mixing matrix has {whole.data[wrong[0]]:g} for {clients[column]!r} at {clients[row]!r}; a "
-            "weight is finite and at least 0"
+            f"the mixing matrix has {whole.data[wrong[0]]:g} for {clients[column]!r} at {clients[row]!r}; "
+            "weights must be finite and at least 0"
         )
     uneven = abs(matrix - matrix.T).tocoo()
     if uneven.data.max(initial=0.0) > _ROUNDING:
@@ -188,13 +187,13 @@ def check_mixing(matrix: Matrix, clients: Sequence[str]) -> None:
     matrix_graph(matrix).check_connected(clients)
     if rho(matrix) >= 1 - 1e-12:
         raise ValueError(
-            "the mixing matrix has ρ = 1: two groups swap their models for ever and never agree; give "
-            "clients a self weight"
+            "the mixing matrix has ρ = 1, so two groups would swap their models forever; give clients a self "
+            "weight"
         )
 
 
 def rho(matrix: Matrix) -> float:
-    """ρ = ‖W − 11ᵀ/N‖₂ of a symmetric, doubly stochastic W: a mix shrinks what parts the clients by it.
+    """Return ρ = ‖W − 11ᵀ/N‖₂, the contraction factor of a symmetric, doubly stochastic W.
 
     >>> round(rho(mixing_matrix(Graph.of(5, [(0, 1), (0, 2), (0, 3), (0, 4)]))), 4)
     0.8
@@ -212,9 +211,9 @@ def rho(matrix: Matrix) -> float:
 
 
 def rho_of_sequence(matrices: Iterable[Matrix]) -> float:
-    """√λ₂(E[W²]) for a W that changes: the root of the mean square contraction, over ``matrices`` alike.
+    """Return √λ₂(E[W²]), the root mean square contraction of equally likely ``matrices``.
 
-    λ₂ is the second-largest eigenvalue. With one matrix it is :func:`rho`.
+    λ₂ is the second-largest eigenvalue. With one matrix, the result is :func:`rho`.
 
     Raises:
         ValueError: there is no matrix.
@@ -224,23 +223,23 @@ def rho_of_sequence(matrices: Iterable[Matrix]) -> float:
         square = matrix @ matrix
         total, count = square if total is None else total + square, count + 1
     if total is None:
-        raise ValueError("a sequence of mixing matrices needs one at least")
+        raise ValueError("no mixing matrices")
     return math.sqrt(rho(total / count))
 
 
 @dataclass(frozen=True)
 class ConsensusFactors:
-    """What the consensus error in steady state is proportional to, by its cause and by when it is measured.
+    """Factors of the steady-state consensus error, before and after mixing.
 
-    Means over placements of clients on nodes, for small steps η of plain gradient descent. The factor before
-    both figures of a cause is η² κ² / (N − 1) with κ² = mean ‖∇F_i − ∇F‖², and η² / N times the variance of a
-    client's gradient.
+    They are means over placements of clients on nodes, for plain gradient descent with small steps η. Errors
+    due to heterogeneity have the prefactor η² κ² / (N − 1) with κ² = mean ‖∇F_i − ∇F‖², those due to noise
+    η² / N times the variance of a client gradient.
 
     Attributes:
-        heterogeneity_before: Σ_{k≥2} 1/(1 − λ_k)², before the mix, where clients' gradients differ.
-        heterogeneity_after: Σ λ²/(1 − λ)², after the mix.
-        noise_before: Σ 1/(1 − λ²), before the mix, where gradients are noisy.
-        noise_after: Σ λ²/(1 − λ²), after the mix.
+        heterogeneity_before: Σ_{k≥2} 1/(1 − λ_k)².
+        heterogeneity_after: Σ λ²/(1 − λ)².
+        noise_before: Σ 1/(1 − λ²).
+        noise_after: Σ λ²/(1 − λ²).
     """
 
     heterogeneity_before: float
@@ -250,13 +249,13 @@ class ConsensusFactors:
 
 
 def consensus_factors(matrix: Matrix) -> ConsensusFactors:
-    """The steady state of the consensus error (1/N) Σ‖θ_i − θ̄‖² with W, a connected one; O(N³) work.
+    """Return the factors of the consensus error (1/N) Σ‖θ_i − θ̄‖² for a connected W, in O(N³).
 
     >>> consensus_factors(mixing_matrix(Graph.of(3, [(0, 1), (1, 2), (0, 2)]))).noise_before
     2.0
     """
     others = np.linalg.eigvalsh(matrix.toarray())[:-1]
-    # Zeros of the complete graph come out of the decomposition as ±1e-17.
+    # For the complete graph, the decomposition gives ±1e-17 instead of 0.
     others = np.where(abs(others) < 1e-12, 0.0, others)
     different, noisy = 1.0 / (1.0 - others) ** 2, 1.0 / (1.0 - others**2)
     square = others**2
@@ -266,37 +265,34 @@ def consensus_factors(matrix: Matrix) -> ConsensusFactors:
 
 
 _MEMORY = 1 << 26
-"""Bytes for the numbers that are held at a time."""
+"""Bytes of numbers in memory at a time."""
 
 Read = Callable[[slice], "Tensor"]
 """Columns → float64 ``[nodes, columns]``."""
 Write = Callable[[slice, "Tensor"], None]
-"""Takes the columns and their new numbers."""
+"""Receives columns and their new values."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """What a mix did.
-
-    Attributes:
-        before: consensus error e = (1/N) Σ‖θ_i − θ̄‖² of what was mixed.
-        after: that of the result.
-    """
+    """Consensus errors (1/N) Σ‖θ_i − θ̄‖² before and after mixing."""
 
     before: float
     after: float
 
 
 def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
-    """θ_i ← Σ_j W_ij θ_j for all nodes, accumulated in float64.
+    """Compute θ_i ← Σ_j W_ij θ_j for all nodes, accumulated in float64.
 
-    A row is computed as θ_0 + Σ_j W_ij (θ_j − θ_0), in the order of the nodes. So equal models stay as they
-    are bit for bit, as does that of a node without a neighbour. On the complete graph a row is what
-    :func:`prefed.merge.flat.weighted_mean` gives.
+    A row is computed as θ_0 + Σ_j W_ij (θ_j − θ_0), in the order of the nodes. Thus, equal models, and the
+    model of a node without neighbours, do not change by a bit. On the complete graph, the result is that of
+    :func:`prefed.merge.flat.weighted_mean`.
 
     Args:
-        matrix: W, each row of which sums to 1.
-        size: numbers in a model.
+        matrix: W, with rows that sum to 1.
+        size: number of parameters of a model.
+        read: reads columns of all models.
+        write: writes columns of all models.
 
     >>> from prefed.merge.graphs import Graph
     >>> from prefed.merge.mixing import mixing_matrix
@@ -311,7 +307,7 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
     nodes, before, after = len(ends) - 1, 0.0, 0.0
     alone = [node for node in range(nodes) if ends[node + 1] - ends[node] == 1]
     blocks = list(column_blocks(nodes, size))
-    # Made once: matrices that come and go leave holes between them, more of them the more blocks there are.
+    # Allocate once, to avoid fragmentation over many blocks.
     whole = torch.empty(2, nodes, blocks[0].stop if blocks else 0, dtype=torch.float64)
     for columns in blocks:
         rows = read(columns)
@@ -325,19 +321,19 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
         mixed.add_(rows[0])
         mixed[alone] = rows[alone]
         write(columns, mixed)
-        del rows  # before the next are read
+        del rows  # before the next read
     return Mixed(before, after)
 
 
 def mix_row(weights: Sequence[float], rows: Sequence[Tensor]) -> Tensor:
-    """float64 ``[size]``: Σ_j w_j θ_j, the row of one node in :func:`mix`, computed by the node itself.
+    """Return one row of :func:`mix`, Σ_j w_j θ_j, float64 ``[size]``, computed by the node itself.
 
-    A node knows the models of its neighbourhood alone, so that θ_0 is the first of these. Where that is the
-    first of all nodes, the result is :func:`mix`'s bit for bit.
+    θ_0 is the first model of the neighbourhood. If that is the first of all nodes, the result is that of
+    :func:`mix` bit for bit.
 
     Args:
-        weights: those of the node's row of W that are not 0, which sum to 1.
-        rows: the models in the order of the nodes, the node's own among them.
+        weights: nonzero weights of the node's row of W.
+        rows: the models in the order of the nodes, including the node's own.
 
     >>> mix_row([0.5, 0.5], [torch.tensor([0.0, 1.0]), torch.tensor([3.0, 1.0])]).tolist()
     [1.5, 1.0]
@@ -350,7 +346,7 @@ def mix_row(weights: Sequence[float], rows: Sequence[Tensor]) -> Tensor:
 
 
 def mean_row(nodes: int, size: int, read: Read) -> Tensor:
-    """float64 ``[size]``: the mean of all rows, θ̄; that of equal rows is the row bit for bit."""
+    """Return the mean of all rows θ̄, float64 ``[size]``; the mean of equal rows is exact."""
     mean = torch.empty(size, dtype=torch.float64)
     for columns in column_blocks(nodes, size):
         rows = read(columns)
@@ -359,7 +355,7 @@ def mean_row(nodes: int, size: int, read: Read) -> Tensor:
 
 
 def row_norms(nodes: int, size: int, read: Read) -> list[float]:
-    """The Euclidean length of each row."""
+    """Return the Euclidean norm of each row."""
     squares = torch.zeros(nodes, dtype=torch.float64)
     for columns in column_blocks(nodes, size):
         squares += read(columns).square().sum(1)
@@ -367,13 +363,13 @@ def row_norms(nodes: int, size: int, read: Read) -> list[float]:
 
 
 def column_blocks(nodes: int, size: int) -> Iterator[slice]:
-    """Columns, so many at a time that three matrices of them fit into the memory that is meant for them."""
+    """Yield slices of columns, so that three matrices of them fit into ``_MEMORY`` bytes."""
     width = max(1, _MEMORY // (3 * 8 * nodes))
     yield from (slice(start, min(start + width, size)) for start in range(0, size, width))
 
 
 def _spread(rows: Tensor) -> float:
-    """(1/N) Σ‖x_i − x̄‖²; 0 for equal rows."""
+    """Return (1/N) Σ‖x_i − x̄‖², exactly 0 for equal rows."""
     away = rows - rows[0]
     away -= away.mean(0)
     return float(away.square_().sum()) / len(rows)
@@ -381,12 +377,12 @@ def _spread(rows: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Topology:
-    """Who mixes with whom in each round, and by what weights.
+    """The mixing matrix of each round.
 
     Attributes:
-        config: the graph.
-        clients: those who train, sorted. Row k of a matrix is client k.
-        key: ``Key(seed)``, of the whole run.
+        config: the ``[graph]`` table.
+        clients: sorted names of training clients. Row k of a matrix is client k.
+        key: ``Key(seed)`` of the run.
 
     >>> topology = Topology(GraphConfig(name="star"), ("a", "b", "c", "d", "e"), Key(42))
     >>> topology.matrix(3)[[0], :].toarray().round(2).tolist(), round(topology.rho(), 4)
@@ -398,11 +394,11 @@ class Topology:
     key: Key
 
     def matrix(self, number: int) -> Matrix:
-        """W of round ``number``, 1 for the first: sparse, symmetric, doubly stochastic.
+        """Return W of round ``number``, counted from 1: sparse, symmetric, doubly stochastic.
 
         Raises:
-            ValueError: the graph cannot be had over these clients, a file is wrong, or the graph is a fixed
-                one and not connected.
+            ValueError: no such graph exists for these clients, a file is malformed, or a fixed graph is not
+                connected.
         """
         key = self.key.at("round", number)
         if self.config.changes == "never":
@@ -416,13 +412,13 @@ class Topology:
         )
 
     def check(self, start: int = 1) -> None:
-        """Refuse a graph that leaves some clients apart for good.
+        """Refuse a graph that is not connected over a window of rounds.
 
         Args:
-            start: a graph that changes is looked at in the ``window`` rounds from this one on.
+            start: first round of the window of a changing graph.
 
         Raises:
-            ValueError: as :meth:`matrix`; or the union of the graphs of the window is not connected.
+            ValueError: the union of the graphs in the window is not connected, or :meth:`matrix` fails.
         """
         config, end = self.config, start + self.config.window - 1
         when = f" in rounds {start} to {end} taken together (window = {config.window})"
@@ -437,7 +433,7 @@ class Topology:
             raise ValueError(f"[graph] {where}: {error}") from None
 
     def rho(self, start: int = 1) -> float:
-        """ρ of a fixed graph; √λ₂(E[W²]) over the window's rounds from ``start`` of one that changes."""
+        """Return ρ of a fixed graph, or √λ₂(E[W²]) of a changing graph over the window from ``start``."""
         return rho_of_sequence(self._window(start)) if self.config.varies else rho(self._fixed)
 
     def _window(self, start: int) -> Iterator[Matrix]:
@@ -445,7 +441,7 @@ class Topology:
 
     @cached_property
     def _fixed(self) -> Matrix:
-        """W where nothing fails."""
+        """W without failures."""
         if self.config.name == "matrix":
             return read_matrix(Path(str(self.config.file)), self.clients)
         graph = self._base
@@ -458,13 +454,13 @@ class Topology:
         return self._place(draw_graph(self.config, self.clients, self.key.at("graph")))
 
     def _graph(self, key: Key) -> Graph:
-        """The graph of a round that has one of its own."""
+        """Draw the graph of one round."""
         if self.config.changes == "matching":
             return draw_matching(self._base, key.at("matching"))
         return self._place(draw_graph(self.config, self.clients, key.at("graph")))
 
     def _place(self, graph: Graph) -> Graph:
-        """Node k becomes the client that was drawn for it. Edges from a file name their clients."""
+        """Assign clients to nodes. Edges from a file already name their clients."""
         if self.config.placement == "sorted" or self.config.file is not None:
             return graph
         places = self.key.at("placement").numpy().permutation(graph.nodes)
@@ -472,6 +468,6 @@ class Topology:
 
 
 def neighbours(matrix: Matrix, client: int) -> Sequence[tuple[int, float]]:
-    """The nodes whose models ``client`` mixes, itself included, in ascending order, with their weights."""
+    """Return the nodes mixed by ``client``, including itself, in ascending order, with their weights."""
     start, end = matrix.indptr[client], matrix.indptr[client + 1]
     return sorted(zip(matrix.indices[start:end].tolist(), matrix.data[start:end].tolist(), strict=True))

@@ -1,13 +1,13 @@
 """Server optimisers on the pseudo-gradient Δ = merged model − current model.
 
-Adaptive Federated Optimization (arXiv:2003.00295), algorithm 2, and for FedAvgM Hsu et al. 2019
-(arXiv:1909.06335). With m the momentum and v the second moment, number by number:
+Adaptive Federated Optimization (arXiv:2003.00295), algorithm 2; FedAvgM: Hsu et al. 2019
+(arXiv:1909.06335). With momentum m and second moment v, elementwise:
 
 - fedavgm: m ← β₁ m + Δ; φ ← φ + η m
 - fedadagrad: v ← v + Δ²
 - fedyogi: v ← v − (1−β₂) Δ² sign(v − Δ²)
 - fedadam: v ← β₂ v + (1−β₂) Δ²
-- the last three: m ← β₁ m + (1−β₁) Δ; φ ← φ + η m / (√v + τ), from m = 0 and v = τ².
+- the last three: m ← β₁ m + (1−β₁) Δ; φ ← φ + η m / (√v + τ), starting with m = 0 and v = τ².
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prefed.merge.config import ServerOptimizer
 
 
 def slots(settings: ServerOptimizer, shared: Tensors) -> dict[str, Tensors]:
-    """The optimiser's memory before its first step: ``momentum`` = 0 and, if adaptive, ``second`` = τ².
+    """Return the initial state of the optimiser: ``momentum`` = 0 and, if adaptive, ``second`` = τ².
 
     >>> from prefed.core import Entry, Layout
     >>> shared = Tensors.zeros(Layout((Entry("a", (2,), "lora"),)))
@@ -38,18 +38,19 @@ def slots(settings: ServerOptimizer, shared: Tensors) -> dict[str, Tensors]:
 def step(
     settings: ServerOptimizer, current: Tensors, merged: Tensors, memory: Mapping[str, Tensors]
 ) -> tuple[Tensors, dict[str, Tensors]]:
-    """One step from ``current`` towards ``merged``.
+    """Take one step from ``current`` towards ``merged``.
 
-    The new model is computed as merged + (step − Δ), not as current + step. The two are equal but for
-    rounding. Where step = Δ (FedAvgM without momentum at rate 1), the first is the merged model bit for bit.
+    The new model is computed as merged + (step − Δ) instead of current + step, so that it is exactly the
+    merged model if step = Δ (FedAvgM without momentum at rate 1).
 
     Args:
+        settings: the optimiser.
         current: φ.
         merged: φ + Δ.
         memory: from :func:`slots` or the last step, in the layout of ``current``.
 
     Returns:
-        The new φ and the new memory.
+        The new φ and the new state.
     """
     if settings.name == "none":
         return merged, {}

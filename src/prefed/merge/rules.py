@@ -1,8 +1,7 @@
-"""The merge rules and weights of the ``[merge]`` table, robust ones among them.
+"""The merge rules and weights of the ``[merge]`` table.
 
-Robust rules work although some clients send nonsense. Each takes the clients' tensors in one fixed order; the
-aggregator sorts them by client id. All clients count alike, whatever the size of their data, as a liar may
-claim any size.
+Robust rules tolerate some bad uploads. They ignore the sizes of the clients' data, which dishonest clients
+can misreport. Tensors are given in the order of client ids.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def can_merge(config: MergeConfig, uploads: int) -> bool:
-    """Whether the rule can merge so many uploads."""
+    """Whether the rule can merge this number of uploads."""
     try:
         check_upload_count(config.rule, uploads, liars=config.liars, trim=config.trim)
     except TooFewUploads:
@@ -33,14 +32,16 @@ def can_merge(config: MergeConfig, uploads: int) -> bool:
 def select(
     config: MergeConfig, current: Tensors, values: Sequence[Tensors], max_norm: float | None
 ) -> tuple[list[int], list[Tensors], dict[str, float]]:
-    """The clients' tensors that go into the mean: chosen by ``krum``, shortened by ``norm_clip``, or all.
+    """Return the tensors for the mean: selected by ``krum``, clipped by ``norm_clip``, or all.
 
     Args:
+        config: the ``[merge]`` table.
         current: the tensors that the clients started from.
-        max_norm: bound of ``norm_clip``; ``None`` takes the median length of the updates.
+        values: tensors of the clients.
+        max_norm: bound of ``norm_clip``; ``None`` for the median norm of the updates.
 
     Returns:
-        The indices of the chosen clients, their tensors, and the figures ``merged`` and ``clipped``.
+        The indices of the selected clients, their tensors, and the metrics ``merged`` and ``clipped``.
     """
     indices, chosen, figures = list(range(len(values))), list(values), dict[str, float]()
     if config.rule == "norm_clip":
@@ -55,7 +56,7 @@ def select(
 
 
 def center(config: MergeConfig, values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
-    """The median or the trimmed mean, if the rule is one of these; else the weighted mean."""
+    """Return the median or the trimmed mean, if configured, or else the weighted mean."""
     if config.rule == "median":
         return coordinate_median(values, config.liars)
     if config.rule == "trimmed_mean":
@@ -64,7 +65,7 @@ def center(config: MergeConfig, values: Sequence[Tensors], weights: Sequence[flo
 
 
 def weights(config: MergeConfig, uploads: Sequence[Upload], now: Round) -> list[float]:
-    """One weight per upload, not normalised; under ``mass`` each is a share of all clients' pairs."""
+    """Return one unnormalised weight per upload; under ``mass``, its share of the pairs of all clients."""
     if config.weights == "uniform":
         return [1.0] * len(uploads)
     total = sum(now.weights.values()) if config.weights == "mass" else 1.0
@@ -72,53 +73,54 @@ def weights(config: MergeConfig, uploads: Sequence[Upload], now: Round) -> list[
 
 
 def absent_mass(masses: Sequence[float]) -> float:
-    """1 − Σ p_m: the share of all pairs that belongs to clients without an upload.
+    """Return 1 − Σ p_m, the share of all pairs that belongs to clients without an upload.
 
     Raises:
         ValueError: the masses sum to more than 1.
     """
     rest = 1 - sum(masses)
     if rest < -1e-9:
-        raise ValueError(f"the uploads hold {sum(masses):.6g} of all clients' data: more than there is")
+        raise ValueError(f"the uploads report {sum(masses):.6g} times the data of all clients")
     return max(rest, 0.0)
 
 
 def check_upload_count(rule: str, uploads: int, *, liars: int = 0, trim: float = 0.0) -> None:
-    """Check that ``rule`` can merge so many uploads.
+    """Check that ``rule`` can merge this number of uploads.
 
     Args:
-        liars: of ``median``, ``krum`` and ``multi_krum``.
-        trim: of ``trimmed_mean``.
+        rule: name of the rule.
+        uploads: number of uploads.
+        liars: bad uploads that ``median``, ``krum`` and ``multi_krum`` must tolerate.
+        trim: share dropped by ``trimmed_mean`` at each end.
 
     Raises:
-        TooFewUploads: it cannot; the message says how many it needs.
+        TooFewUploads: there are too few uploads; the message contains the minimum.
 
     >>> check_upload_count("krum", 5, liars=1)
     >>> check_upload_count("median", 2, liars=1)
     Traceback (most recent call last):
     ...
-    prefed.merge.uploads.TooFewUploads: median over 2 uploads does not withstand 1 liars: it needs at least 3
+    prefed.merge.uploads.TooFewUploads: median needs at least 3 uploads to tolerate liars = 1, got 2
     """
     if rule == "trimmed_mean" and uploads <= 2 * _cut(uploads, trim):
         raise TooFewUploads(
-            f"trimming {_cut(uploads, trim)} of {uploads} uploads at either end leaves none: "
-            "use a smaller trim or a larger cohort"
+            f"trimming {_cut(uploads, trim)} of {uploads} uploads at each end leaves none; use a smaller trim "
+            "or a larger cohort"
         )
     least = {"median": 2 * liars + 1, "krum": 2 * liars + 3, "multi_krum": 2 * liars + 3}.get(rule, 0)
     if uploads < least:
         raise TooFewUploads(
-            f"{rule} over {uploads} uploads does not withstand {liars} liars: it needs at least {least}"
+            f"{rule} needs at least {least} uploads to tolerate liars = {liars}, got {uploads}"
         )
 
 
 def coordinate_median(values: Sequence[Tensors], liars: int = 0) -> Tensors:
-    """The median of each number (Yin et al. 2018, arXiv:1803.01498, definition 1).
+    """Coordinate-wise median (Yin et al. 2018, arXiv:1803.01498, definition 1).
 
-    With an even number of uploads it is the mean of the two middle ones. If more than half of the uploads are
-    honest, every number of the result lies between two numbers of honest uploads.
+    If more than half of the uploads are honest, each coordinate lies between those of two honest uploads.
 
     Raises:
-        TooFewUploads: there are at most 2 · ``liars``.
+        TooFewUploads: there are at most 2 · ``liars`` uploads.
     """
     n = len(values)
     check_upload_count("median", n, liars=liars)
@@ -131,10 +133,11 @@ def coordinate_median(values: Sequence[Tensors], liars: int = 0) -> Tensors:
 
 
 def trimmed_mean(values: Sequence[Tensors], trim: float) -> Tensors:
-    """The mean of each number without its ⌈trim · n⌉ smallest and largest (arXiv:1803.01498, definition 2).
+    """Coordinate-wise mean without the ⌈trim · n⌉ smallest and largest (arXiv:1803.01498, definition 2).
 
     Args:
-        trim: share dropped at either end, above 0 and below ½; so large a share of liars does no harm.
+        values: one per client.
+        trim: share dropped at each end, between 0 and ½: the tolerated share of bad uploads.
 
     Raises:
         TooFewUploads: nothing would be left.
@@ -150,14 +153,15 @@ def trimmed_mean(values: Sequence[Tensors], trim: float) -> Tensors:
 
 
 def krum_scores(values: Sequence[Tensors], current: Tensors, liars: int) -> Tensor:
-    """``[n]`` sums of squared distances to the n − f − 2 nearest others (Blanchard et al. 2017).
+    """Return the sums of squared distances to the n − f − 2 nearest others (Blanchard et al. 2017), ``[n]``.
 
     Args:
-        current: the model that they started from.
+        values: one per client.
+        current: the model that the clients started from.
         liars: f.
 
     Raises:
-        TooFewUploads: n < 2 f + 3, for which the rule guarantees nothing.
+        TooFewUploads: n < 2 f + 3, for which the rule has no guarantee.
     """
     n = len(values)
     check_upload_count("krum", n, liars=liars)
@@ -167,23 +171,22 @@ def krum_scores(values: Sequence[Tensors], current: Tensors, liars: int) -> Tens
 
 
 def multi_krum(values: Sequence[Tensors], current: Tensors, liars: int, keep: int | None = None) -> list[int]:
-    """The indices of the ``keep`` uploads (n − f unless given) with the least scores, in ascending order."""
+    """Return the ascending indices of the ``keep`` (default: n − f) uploads with the lowest scores."""
     scores = krum_scores(values, current, liars)
     order = torch.sort(scores, stable=True).indices[: len(values) - liars if keep is None else keep]
     return sorted(order.tolist())
 
 
 def clip_norms(values: Sequence[Tensors], current: Tensors, max_norm: float | None = None) -> list[Tensors]:
-    """Updates φ_i − φ shortened to at most ``max_norm`` (Sun et al. 2019, arXiv:1911.07963).
+    """Clip updates φ_i − φ to ``max_norm`` (Sun et al. 2019, arXiv:1911.07963).
 
     Args:
         values: the φ_i.
         current: φ.
-        max_norm: bound on the Euclidean norm; ``None`` takes the median of these updates' norms, which fewer
-            than half of the clients cannot raise at will.
+        max_norm: bound on the Euclidean norm; ``None`` for the median norm of the updates.
 
     Returns:
-        The φ_i. A φ_i within the bound is returned as it is.
+        The clipped φ_i. Those within the bound are the same objects.
     """
     norms = update_norms(values, current)
     bound = max_norm if max_norm is not None else median_norm(norms)
@@ -194,12 +197,12 @@ def clip_norms(values: Sequence[Tensors], current: Tensors, max_norm: float | No
 
 
 def update_norms(values: Sequence[Tensors], current: Tensors) -> list[float]:
-    """The Euclidean lengths of the updates φ_i − φ."""
+    """Return the Euclidean norms of the updates φ_i − φ."""
     return [float(torch.linalg.vector_norm(v.flat.double() - current.flat.double())) for v in values]
 
 
 def median_norm(norms: Sequence[float]) -> float:
-    """The median of at least one length, of an even number the lower of the two in the middle."""
+    """Return the median, or the lower of the two middle norms."""
     return sorted(norms)[(len(norms) - 1) // 2]
 
 
@@ -208,6 +211,6 @@ def _cut(uploads: int, trim: float) -> int:
 
 
 def _ranked(rows: Tensor) -> Tensor:
-    """Each column of ``[n, columns]`` in ascending order."""
-    # NumPy sorts short contiguous rows with vector instructions, several times faster than torch.
+    """Sort each column of ``[n, columns]``."""
+    # NumPy sorts short contiguous rows several times faster than torch.
     return torch.from_numpy(np.sort(rows.T.contiguous().cpu().numpy(), axis=1)).T

@@ -1,9 +1,8 @@
-"""What a client sends of its latent taste: the posterior of z (FedVPA-GP, arXiv:2605.30873).
+"""The posterior of the latent taste z that a client sends (FedVPA-GP, arXiv:2605.30873).
 
-It is 2 · d_z numbers, means over the client's training pairs. It reveals what the client prefers, since that
-is its purpose: anyone with the selector can judge with it as the client would. It is no function of a text,
-but if it is over few pairs, it reveals much about each. So a client with fewer than ``[privacy]
-minimum_pairs`` sends none, and noise can be added to it.
+It consists of 2 · d_z numbers, means over the client's training pairs. It reveals the client's preferences:
+anyone with the selector can judge like the client. If it is over few pairs, it reveals much about each of
+them. Therefore, clients with fewer than ``[privacy] minimum_pairs`` send none, and noise can be added.
 """
 
 from __future__ import annotations
@@ -20,32 +19,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CENTER = -3.0
-"""About where log σ² lies; a constant that everybody knows, so clipping around it tells nothing."""
+"""Typical value of log σ², a public constant around which posteriors are clipped."""
 OUTLYING = 3.0
-"""A mean this many times as long as the median is shortened, and a posterior this many times as wide as
-N(0, I) is narrowed."""
+"""Maximum ratio of the norm of a mean to the median norm, and of the width of a posterior to N(0, I)."""
 WIDEST = 12.0
-"""The bounds on log σ̄² are ± this."""
+"""Bound on the absolute value of log σ̄²."""
 ACTIVE = 0.01
-"""The least variance over clients of an active unit (arXiv:1509.00519, section 5)."""
+"""Minimum variance over clients of an active unit (arXiv:1509.00519, section 5)."""
 
 
 class Posterior(NamedTuple):
-    """N(μ̄, diag σ̄²) of one client: ``[d_z]`` each. The logarithm keeps σ̄² positive whatever is added."""
+    """N(μ̄, diag σ̄²) of one client, ``[d_z]`` each. The logarithm keeps σ̄² positive under noise."""
 
     mean: Tensor
     log_variance: Tensor
 
 
 def summarize(means: Tensor, log_variances: Tensor) -> Posterior:
-    """One Gaussian for the posteriors after a client's contexts: μ̄ = mean μ, σ̄² = mean σ² + Var μ.
+    """Combine the posteriors of a client's contexts: μ̄ = mean μ, σ̄² = mean σ² + Var μ.
 
-    These are the mean and the variance of the even mixture of the posteriors (law of total variance). log σ̄²
-    is kept within ±:data:`WIDEST`: a selector that another client's upload has driven to σ = 0 still gives
-    numbers that can be sent, and so can be trained back.
+    These are the mean and variance of the uniform mixture of the posteriors (law of total variance).
+    |log σ̄²| is clipped to :data:`WIDEST`, so that the result is finite even if a bad upload made σ = 0.
 
     Args:
-        means: ``[m, d_z]`` μ after each of m ≥ 1 disjoint contexts.
+        means: ``[m, d_z]`` μ for each of m ≥ 1 disjoint contexts.
         log_variances: ``[m, d_z]``.
 
     >>> summarize(torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1))
@@ -56,11 +53,11 @@ def summarize(means: Tensor, log_variances: Tensor) -> Posterior:
 
 
 def active_units(means: npt.ArrayLike, least: float = ACTIVE) -> int:
-    """Number of dimensions whose posterior mean differs between clients (arXiv:1509.00519, section 5).
+    """Count the dimensions in which posterior means differ between clients (arXiv:1509.00519, section 5).
 
     Args:
         means: ``[n, d_z]`` μ̄ of n clients.
-        least: a unit is active where the variance over clients is above this.
+        least: minimum variance over clients of an active unit.
 
     >>> active_units([[1.0, 0.5, 0.0], [-1.0, 0.5, 0.1]])
     1
@@ -69,21 +66,21 @@ def active_units(means: npt.ArrayLike, least: float = ACTIVE) -> int:
 
 
 def privatize(posterior: Posterior, clip: float, noise: float, key: Key) -> Posterior:
-    """``posterior`` as one vector, clipped, with Gaussian noise (arXiv:1607.00133, algorithm 1).
+    """Clip the vector (μ̄, log σ̄² − :data:`CENTER`) and add noise (arXiv:1607.00133, algorithm 1).
 
-    The vector is (μ̄, log σ̄² − c) with a constant c. Two data sets of a client give clipped vectors at most
-    2 · ``clip`` apart, from which an accountant starts.
+    The sensitivity is 2 · ``clip``.
 
     Args:
-        clip: bound on the Euclidean length; 0 for none.
-        noise: the noise's standard deviation over ``clip``; 0 for none.
-        key: the noise's randomness.
+        posterior: the posterior of a client.
+        clip: bound on the Euclidean norm; 0 for none.
+        noise: standard deviation of the Gaussian noise, relative to ``clip``; 0 for none.
+        key: randomness of the noise.
 
     Raises:
-        ValueError: noise is asked for, and no clip, without which no noise suffices.
+        ValueError: ``noise`` without ``clip``.
     """
     if noise and not clip:
-        raise ValueError("noise on a posterior needs a bound on its length: set the clip above 0")
+        raise ValueError("noise on a posterior requires a clip above 0")
     vector = torch.cat([posterior.mean, posterior.log_variance - CENTER])
     if clip:
         norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
@@ -95,17 +92,16 @@ def privatize(posterior: Posterior, clip: float, noise: float, key: Key) -> Post
 
 
 def bound_posteriors(posteriors: Mapping[str, Posterior], length: float) -> dict[str, Posterior]:
-    """Client → its posterior with numbers that can do no harm to other clients, sorted by client.
+    """Bound the posteriors, sorted by client, so that bad uploads cannot harm other clients.
 
-    A client may send any finite numbers. A mean that is :data:`OUTLYING` times as long as the upper median
-    and longer than ``length`` is shortened to the longer of the two. One or two posteriors have no median
-    that a single client could not choose: √d_z, the length of a draw of N(0, I), stands for it. log σ̄² is
-    kept within ±:data:`WIDEST`, so that every density is finite in float32. Where draws would lie further
-    from their mean, by √Σσ̄², than a mean may be long and than :data:`OUTLYING` · √d_z, all σ̄ are scaled down
-    to the longer of the two: whoever draws from it, such as an alignment, gets tastes of usual length.
+    - Means are clipped to ``length`` or, if greater, to :data:`OUTLYING` times the upper median norm. For one
+      or two posteriors, √d_z, the typical norm of a draw from N(0, I), replaces the median.
+    - |log σ̄²| is clipped to :data:`WIDEST`, so that densities are finite in float32.
+    - σ̄ is scaled down so that √Σσ̄² is at most the bound on means or, if greater, :data:`OUTLYING` · √d_z.
 
     Args:
-        length: that of the longest prototype; means up to it are left as they are.
+        posteriors: client → posterior.
+        length: norm of the longest prototype.
     """
     clients = sorted(posteriors)
     if not clients:

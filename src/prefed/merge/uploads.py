@@ -1,8 +1,7 @@
-"""Uploads before they are merged: their order, their layout, and the checks that each must pass.
+"""Check, sort and align uploads before they are merged.
 
-A late upload may count as a step, made from the newest model. A server that averages late models takes its
-own model back towards older ones. FedBuff (arXiv:2106.06639, algorithm 1) adds up the clients' steps
-instead::
+Averaging late models would move the server back towards older models. FedBuff (arXiv:2106.06639, algorithm 1)
+adds the steps of the clients to the newest model instead::
 
     θ ← θ + (1/K) Σ_i s(q_i) (θ_i − θ^{start_i})
 """
@@ -19,14 +18,15 @@ from prefed.core.lazy import torch
 from prefed.merge.lora import without_residuals
 
 LARGEST = 3.4028234663852886e38
-"""The largest float32, and the largest absolute value of an upload's scalars: their sums do not overflow."""
+"""The largest float32, and the bound on the scalars of an upload, so that their sums do not overflow."""
 
 
 class BadUpload(ValueError):  # noqa: N818
     """An upload that must not be merged.
 
     Attributes:
-        reason: the fault; it names the tensor or number.
+        client: the client.
+        reason: what is wrong with the tensor or scalar.
     """
 
     def __init__(self, client: str, reason: str) -> None:
@@ -36,19 +36,20 @@ class BadUpload(ValueError):  # noqa: N818
 
 
 class TooFewUploads(ValueError):  # noqa: N818
-    """Fewer uploads than the merge rule needs; the message says how many it needs."""
+    """Fewer uploads than the merge rule needs."""
 
 
 def check_upload(upload: Upload, groups: Mapping[str, Layout], dtype: torch.dtype | None = None) -> None:
-    """Check that ``upload`` can be merged with others.
+    """Check the weight, scalars and tensors of an upload.
 
     Args:
-        groups: the layouts of the groups that the method expects.
-        dtype: the dtype of their tensors; float32 unless given.
+        upload: the upload.
+        groups: layouts of the expected groups.
+        dtype: dtype of their tensors, by default float32.
 
     Raises:
-        BadUpload: its weight is not a number above 0; a tensor or scalar is NaN or infinite; a scalar is
-            outside float32's range; a tensor is not in ``groups``, or has another shape or dtype.
+        BadUpload: the weight is not positive; a tensor or scalar is NaN or infinite; a scalar is outside the
+            range of float32; a tensor is not in ``groups``, or has another shape or dtype.
 
     >>> from prefed.core import Entry, Tensors
     >>> layout = Layout((Entry("lora/0/q/A", (2,), "lora", 0, "A"),))
@@ -56,31 +57,31 @@ def check_upload(upload: Upload, groups: Mapping[str, Layout], dtype: torch.dtyp
     >>> check_upload(Upload("d7", 3, {"model": broken}), {"model": layout})
     Traceback (most recent call last):
     ...
-    prefed.merge.uploads.BadUpload: upload of client 'd7': lora/0/q/A in group 'model' holds NaN or infinity
+    prefed.merge.uploads.BadUpload: upload of client 'd7': lora/0/q/A in group 'model' contains NaN or infinity
     """
     dtype = dtype or torch.float32
     if not (_finite(upload.weight) and upload.weight > 0):
-        raise BadUpload(upload.client, f"its weight is {upload.weight}, not a number above 0")
+        raise BadUpload(upload.client, f"weight must be a positive number, not {upload.weight}")
     for name, number in upload.scalars.items():
         if not _finite(number):
-            raise BadUpload(upload.client, f"the number {name!r} is {number}")
+            raise BadUpload(upload.client, f"scalar {name!r} is {number}")
         if abs(number) > LARGEST:
-            raise BadUpload(upload.client, f"the number {name!r} is {number:.3g}, beyond what float32 holds")
+            raise BadUpload(upload.client, f"scalar {name!r} is {number:.3g}, outside the range of float32")
     for group, tensors in upload.tensors.items():
         layout = groups.get(group, Layout(()))
         for entry in tensors.layout.entries:
             where = f"{entry.name} in group {group!r}"
             if entry.name not in layout:
-                raise BadUpload(upload.client, f"{where} is no tensor that is asked for")
+                raise BadUpload(upload.client, f"unexpected tensor {where}")
             expected = layout[entry.name].shape
             if entry.shape != expected:
                 raise BadUpload(upload.client, f"{where} has shape {entry.shape}, not {expected}")
-            # A number that is finite in a wider dtype may be infinite in the model's dtype.
+            # A finite number of a wider dtype may be infinite in the dtype of the model.
             if tensors.flat.dtype != dtype:
-                raise BadUpload(upload.client, f"{where} holds {tensors.flat.dtype}, not {dtype}")
+                raise BadUpload(upload.client, f"{where} has dtype {tensors.flat.dtype}, not {dtype}")
         if not tensors.isfinite():
             name = next(name for name in tensors if not bool(tensors[name].isfinite().all()))
-            raise BadUpload(upload.client, f"{name} in group {group!r} holds NaN or infinity")
+            raise BadUpload(upload.client, f"{name} in group {group!r} contains NaN or infinity")
 
 
 def check_update_sizes(
@@ -89,24 +90,23 @@ def check_update_sizes(
     most: float,
     steps: Collection[str] = (),
 ) -> None:
-    """Check that no update is far longer than the others of its round, one group of tensors at a time.
+    """Check that no update is far longer than the others of its round, separately for each group.
 
-    An update is the step from the server's tensors to the client's. It passes if it is at most ``most`` times
-    as long as the median of the round. It also passes if it is no longer than the server's own tensors of
-    that group: where nearly all clients hardly move any more, an honest client may still move. If more than
-    half of the updates have length zero, all pass.
+    The length of an update is the Euclidean norm of the step from the server's tensors to those of the
+    client. An update passes if it is at most ``most`` times as long as the median of the round, or no longer
+    than the server's tensors of that group, since an honest client may still move when most others have
+    converged. All updates pass if more than half of them are zero.
 
-    With an even number of uploads, the median is the upper one of the two middle lengths. So half of the
-    clients cannot get the others refused by sending nearly nothing. There is one exception. Suppose that the
-    upper middle length is more than ``most`` times as long as both the lower one and the server's own
-    tensors, and these are not all zero. Then half of the clients lie, and the longer of these two lengths
-    replaces the median.
+    For an even number of uploads, the median is the upper of the two middle lengths, so that half of the
+    clients cannot exclude the others by sending tiny updates. If this upper length is more than ``most``
+    times both the lower one and the norm of the server's tensors (which is not 0), half of the clients are
+    dishonest, and the greater of these two replaces the median.
 
     Args:
-        uploads: of one exchange; each has passed :func:`check_upload`.
-        origins: the server's groups; a group that the server does not have starts from zero.
-        most: how many times the median; 0 lets everything pass.
-        steps: the groups in which clients send the update itself.
+        uploads: uploads of one exchange that passed :func:`check_upload`.
+        origins: the groups of the server; missing groups start from zero.
+        most: maximum multiple of the median; 0 disables the check.
+        steps: groups in which clients send the update itself.
 
     Raises:
         BadUpload: the longest update does not pass.
@@ -128,49 +128,48 @@ def check_update_sizes(
 def check_length(
     client: str, length: float, lengths: Collection[float], own: float, most: float, group: str
 ) -> None:
-    """:func:`check_update_sizes` for the update of one client.
+    """Check the update of one client; see :func:`check_update_sizes`.
 
     Args:
-        length: of the update.
-        lengths: of all updates of the round.
-        own: the length of the server's own tensors that the update starts from.
-        most: how many times the median.
-        group: for the error.
+        client: the client, for the error.
+        length: length of the update.
+        lengths: lengths of all updates of the round.
+        own: norm of the server's tensors that the update starts from.
+        most: maximum multiple of the median.
+        group: the group, for the error.
 
     Raises:
         BadUpload: the update does not pass.
     """
     ranked = sorted(lengths)
     low, middle = ranked[(len(ranked) - 1) // 2], ranked[len(ranked) // 2]
-    of = "the median of the round's"
+    of = "the median of the round"
     if own and middle > most * max(low, own):
-        middle, of = max(low, own), "what the server has and half of the round send"
+        middle, of = max(low, own), "the length of the server's model and of half of the updates"
     if not middle or (length <= most * middle and math.isfinite(length)):
         return
     if length > own:
         raise BadUpload(
             client,
-            f"its update of group {group!r} has length {length:.3g}, {length / middle:.3g} times "
-            f"{of}, {middle:.3g}; [merge] max_ratio = {most:g} is the most",
+            f"the update of group {group!r} has length {length:.3g}, {length / middle:.3g} times {of}, "
+            f"{middle:.3g}, but [merge] max_ratio = {most:g}",
         )
 
 
 def update_norm(tensors: Tensors, origin: Tensors | None = None) -> float:
-    """Euclidean length of the step from ``origin`` to ``tensors``; what ``origin`` lacks starts at 0."""
+    """Return the Euclidean norm of the step from ``origin``, with zeros for missing tensors, to ``tensors``."""
     start = Tensors.zeros(tensors.layout, tensors.flat.dtype)
     if origin is not None:
         start = start.replace(origin.select(name for name in tensors if name in origin))
-    # The step of an honest client does not overflow; one that does has an infinite length.
+    # A step that overflows, which those of honest clients do not, has infinite length.
     return float(torch.linalg.vector_norm(tensors.flat - start.flat, dtype=torch.float64))
 
 
 def sort_uploads(uploads: Iterable[Upload]) -> tuple[Upload, ...]:
-    """The uploads sorted by client id, then by the round they started from.
-
-    Merging them in this order gives the same bits in whatever order they arrive.
+    """Sort uploads by client id and starting round, so that merging does not depend on their arrival.
 
     Raises:
-        ValueError: a client sent two uploads that started from one round.
+        ValueError: a client sent two uploads that started from the same round.
     """
     result = tuple(sorted(uploads, key=lambda upload: (upload.client, upload.sent_at)))
     for first, second in itertools.pairwise(result):
@@ -182,18 +181,18 @@ def sort_uploads(uploads: Iterable[Upload]) -> tuple[Upload, ...]:
 
 
 def align(uploads: Sequence[Upload], group: str, current: Tensors) -> list[Tensors]:
-    """Each upload's tensors of ``group`` in the layout and dtype of ``current``, without residuals.
+    """Return the tensors of ``group`` in the layout and dtype of ``current``, without residuals.
 
     Raises:
-        BadUpload: an upload's tensors have other names or shapes than those of ``current``.
+        BadUpload: the tensors of an upload have other names or shapes than those of ``current``.
     """
     aligned = []
     for upload in uploads:
         value = without_residuals(upload.tensors[group])
         odd = sorted(set(value) ^ set(current))
         if odd:
-            which = "lacks" if odd[0] in current else "holds"
-            raise BadUpload(upload.client, f"group {group!r} {which} {odd[0]}")
+            which = "missing" if odd[0] in current else "unexpected"
+            raise BadUpload(upload.client, f"{which} tensor {odd[0]} in group {group!r}")
         for entry in current.layout.entries:
             shape = value.layout[entry.name].shape
             if shape != entry.shape:
@@ -208,16 +207,17 @@ def _finite(number: float) -> bool:
     try:
         return math.isfinite(number)
     except OverflowError:
-        # JSON allows integers of any length, and this one is larger than any float.
+        # JSON allows integers larger than any float.
         return False
 
 
 def from_newest(upload: Upload, start: State, newest: State) -> Upload:
-    """``upload`` with θ + (θ_i − θ^start) in place of each group θ_i.
+    """Replace each group θ_i of ``upload`` by θ + (θ_i − θ^start).
 
     Args:
-        start: the server's state that the client started from.
-        newest: the server's state now; it has the groups that ``start`` has.
+        upload: a late upload.
+        start: server state that the client started from.
+        newest: current server state, with the groups of ``start``.
 
     >>> import torch
     >>> from prefed.core import Entry, Layout
@@ -234,5 +234,5 @@ def from_newest(upload: Upload, start: State, newest: State) -> Upload:
 
 
 def shorten(current: Tensors, value: Tensors, factor: float) -> Tensors:
-    """``current`` moved by ``factor`` of the way to ``value``; with 1 that is ``value`` bit for bit."""
+    """Interpolate from ``current`` (factor 0) to ``value`` (factor 1, exact)."""
     return value if factor == 1 else current + (value - current) * factor
