@@ -147,7 +147,7 @@ CONFLICTS = {
         "a conflict needs either column (with two categories) or flip = true",
     ),
     "momentum under SCAFFOLD": (["method={name='scaffold',momentum=0.9}"], "plain SGD"),
-    "a cosine that rises": (["method.schedule=cosine", "method.lr_min=1"], "the cosine schedule falls"),
+    "a cosine that rises": (["method.schedule=cosine", "method.lr_min=1"], "schedule 'cosine': lr_min 1 is above lr 0.0001; lower lr_min"),
     "epochs and steps": (["method.local_epochs=2", "method.local_steps=3"], "local_"),
     "a setting of another objective": (["method.objective_settings={label_smoothing=0.1}"], "label_smoothing"),
 }  # fmt: skip

@@ -177,7 +177,7 @@ class Tampers(Callback):
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        (None, np.float32("nan").tobytes(), "holds NaN or infinity"),
+        (None, np.float32("nan").tobytes(), "has NaN or infinity"),
         (b"lora/0/", b"lora/7/", "lacks tensors that group 'model' expects: lora/0/"),
     ],
 )

@@ -142,5 +142,5 @@ def test_clients_without_losses_go_where_fewest_are(losses, others):
 
 
 def test_clients_must_agree_on_the_number_of_models():
-    with pytest.raises(ValueError, match=r"different numbers of models: \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"clients report different numbers of losses: \[1, 2\]"):
         clustering.greedy({"a": (0.1,), "b": (0.1, 0.2)})

@@ -69,7 +69,7 @@ def test_uniform_and_given_weights() -> None:
     assert model(aggregator(weights="uniform").merge(state, uploads, now()))[0] == 2
     custom = aggregator().merge(state, uploads, now(), weigh=lambda updates: {"a": 0.9, "b": 0.1})
     assert model(custom)[0] == pytest.approx(1.2)
-    with pytest.raises(ValueError, match="takes no other weights"):
+    with pytest.raises(ValueError, match="weights = 'mass' cannot be combined with weights of the method"):
         aggregator(weights="mass").merge(
             state, uploads, now(a=1, b=3), weigh=lambda updates: {"a": 1, "b": 1}
         )
@@ -148,10 +148,10 @@ def test_the_error_about_an_oversized_update_names_both_lengths() -> None:
     zero = {"model": Tensors.zeros(PLAIN)}
     check_update_sizes(at(1, 2, 3, 40, 500), zero, 170)
     with pytest.raises(
-        BadUpload, match=r"'model' has length 500, 167 times the median of the round's, 3; .* = 100"
+        BadUpload, match=r"'model' has length 500, 167 times the median of the round, 3, but .* = 100"
     ):
         check_update_sizes(at(1, 2, 3, 40, 500), zero, 100)
-    with pytest.raises(BadUpload, match=r"client 'd'.* length 40, 13.3 times the median of the round's, 3;"):
+    with pytest.raises(BadUpload, match=r"client 'd'.* length 40, 13.3 times the median of the round, 3,"):
         check_update_sizes(at(1, 2, 3, 40), {}, 10)
     check_update_sizes(at(1, 2, 3, 1e-30, 1e-30), zero, 10)
     check_update_sizes(at(1, 2, 3, 40, 500), zero, 0)
@@ -178,7 +178,9 @@ def test_half_of_the_clients_cannot_send_what_they_like() -> None:
     for fine in ((1, 49), (1, 1e-30), (1, 7, 69, 69), (1, 2, 1e-30, 1e-30)):
         check_update_sizes(moved(*fine), there, 10)
     for absurd, of in (((1, 51), "5"), ((1, 1e15), "5"), ((1, 7, 80, 81), "7")):
-        with pytest.raises(BadUpload, match=f"times what the server has and half of the round send, {of};"):
+        with pytest.raises(
+            BadUpload, match=f"times the length of the server's model and of half of the updates, {of},"
+        ):
             check_update_sizes(moved(*absurd), there, 10)
 
 
@@ -234,7 +236,7 @@ def test_robust_rules_pass_their_settings_on() -> None:
     clip = aggregator(rule="norm_clip", max_norm=1.0)
     state = clip.merge(clip.init(Tensors.zeros(PLAIN)), uploads, now())
     assert model(state)[2] == pytest.approx(0.8)
-    for rule, message in (("median", "3 liars"), ("multi_krum", "3 liars")):
+    for rule, message in (("median", "liars = 3"), ("multi_krum", "liars = 3")):
         config = aggregator(rule=rule, liars=3)
         with pytest.raises(ValueError, match=message):
             config.merge(config.init(Tensors.zeros(PLAIN)), uploads, now())
@@ -369,12 +371,12 @@ def test_any_layout_and_dtype_of_an_upload_is_put_in_order() -> None:
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (tensors(PLAIN.select([A.name]), 1), "client 'b': group 'model' lacks head/W"),
-        (Tensors.empty(), "client 'b': group 'model' lacks head/W"),
+        (tensors(PLAIN.select([A.name]), 1), "client 'b': missing tensor head/W in group 'model'"),
+        (Tensors.empty(), "client 'b': missing tensor head/W in group 'model'"),
         (tensors(DENSE.select([A.name, B.name, HEAD.name]), 1, 1, 1, 1), None),
         (
             tensors(Layout((A, B, HEAD, Entry("z", (1,), "head"))), 1, 1, 1, 1, 1),
-            "client 'b': group 'model' holds z",
+            "client 'b': unexpected tensor z in group 'model'",
         ),
         (
             tensors(Layout((A, B, Entry(HEAD.name, (1,), "head"))), 1, 1, 1),

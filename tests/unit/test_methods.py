@@ -58,7 +58,10 @@ def test_kinds_and_methods_agree(kind):
             "has no setting 'label_smoothing'",
         ),
         ({"objective": "cdpo", "objective_settings": {"label_smoothing": 0.7}}, "label_smoothing"),
-        ({"objective_settings": {"beta": 0.1}}, "beta is a setting of the method itself"),
+        (
+            {"objective_settings": {"beta": 0.1}},
+            "set beta as a setting of the method, not in objective_settings",
+        ),
         ({"learning_rate": 1e-4}, "learning_rate"),
     ],
 )

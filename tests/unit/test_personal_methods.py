@@ -193,16 +193,20 @@ def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
     ("name", "settings", "message"),
     [
         ("perfedavg", {"optimizer": "adam"}, "'sgd' or 'adamw'"),
-        ("perfedavg", {"optimizer": "adamw", "variant": "hf"}, "'first_order' with 'adamw'"),
-        ("perfedavg", {"momentum": 0.9}, "plain"),
-        ("perfedavg", {"weight_decay": 0.1}, "plain"),
-        ("perfedavg", {"objective": "ppo", "variant": "hf"}, "no Hessian"),
+        (
+            "perfedavg",
+            {"optimizer": "adamw", "variant": "hf"},
+            "variant 'hf' requires optimizer 'sgd'; use variant 'first_order' with optimizer 'adamw'",
+        ),
+        ("perfedavg", {"momentum": 0.9}, "optimizer 'sgd' requires momentum = 0 and weight_decay = 0"),
+        ("perfedavg", {"weight_decay": 0.1}, "optimizer 'sgd' requires momentum = 0 and weight_decay = 0"),
+        ("perfedavg", {"objective": "ppo", "variant": "hf"}, "variant 'hf' does not support objective 'ppo'"),
         ("pfedme", {"lam": 4.0, "outer_lr": 0.5}, "at most 1"),
-        ("fedpdpo", {"scale_most": 0.05}, "scale_most 0.05 is below scale_least 0.1: raise it"),
+        ("fedpdpo", {"scale_most": 0.05}, "scale_most 0.05 is below scale_least 0.1; raise it"),
         ("fedper", {"shared_layers": 0}, "greater than or equal to 1"),
         ("fedsdg", {"branch": "product"}, "'products' or 'factors'"),
-        ("feddpo", {"ppo_minibatch": 5}, "make 5 even"),
-        ("feddpo", {"objective": "pdpo"}, "reward head, which method 'fedpdpo' alone has"),
+        ("feddpo", {"ppo_minibatch": 5}, "must be even, not 5"),
+        ("feddpo", {"objective": "pdpo"}, "objective 'pdpo' requires the reward head of method 'fedpdpo'"),
         ("feddpo", {"objective": "ppo", "objective_settings": {"klx": 1}}, "did you mean 'kl'"),
     ],
 )
@@ -215,7 +219,12 @@ def test_settings_that_are_refused(name, settings, message):
     [
         ("fedamp", {}, {"rule": "krum"}, "rule 'mean'"),
         ("fedamp", {}, {"optimizer": {"name": "fedadam"}}, "optimizer 'none'"),
-        ("pfedme", {"server_mixing": 0.5}, {"lora": "flexlora"}, "leave it at 1"),
+        (
+            "pfedme",
+            {"server_mixing": 0.5},
+            {"lora": "flexlora"},
+            "lora 'flexlora' cannot be combined with server_mixing",
+        ),
         ("fedsdg", {}, {"rule": "median"}, "rule 'median'"),
         ("fedsdg", {}, {"weights": "mass"}, "set alignment to 'off'"),
     ],
@@ -412,7 +421,7 @@ def test_ppo_is_for_the_baselines_alone(name):
         assert METHODS[name].Settings(objective="ppo").reward_model.startswith("OpenAssistant/")
     else:
         message = refusal(name, objective="ppo")
-        assert "one of feddpo, perfedavg, fedamp, fedper and fedrep" in message or "objective" in message
+        assert "feddpo, perfedavg, fedamp, fedper or fedrep" in message or "objective" in message
 
 
 # All of them

@@ -161,7 +161,7 @@ def test_noise_is_off_unless_asked_for() -> None:
     posterior = Posterior(torch.tensor([3.0, 4.0]), torch.tensor([-3.0, -2.0]))
     for ours, theirs in zip(privatize(posterior, 0, 0, Key(0)), posterior, strict=True):
         torch.testing.assert_close(ours, theirs)
-    with pytest.raises(ValueError, match="set the clip"):
+    with pytest.raises(ValueError, match="requires a clip above 0"):
         privatize(posterior, 0, 1.0, Key(0))
 
 

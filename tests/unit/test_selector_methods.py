@@ -58,7 +58,7 @@ def test_settings_are_the_papers(name):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 7}, "both orders of a pair: make 7 even"),
+        ({"batch_size": 7}, "both orders of a pair and must be even, not 7"),
         ({"local_steps": 3, "local_epochs": 2}, "exactly one of local_steps and local_epochs"),
         ({"objective": "dpo"}, "objective"),
     ],
@@ -71,11 +71,21 @@ def test_settings_that_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("name", "merge", "settings", "message"),
     [
-        ("fedbiscuit", {"rule": "median"}, {}, "rule 'median' in .merge. leaves no place"),
+        ("fedbiscuit", {"rule": "median"}, {}, "cannot be combined with rule 'median' in .merge."),
         ("fedbiscuit", {"weights": "uniform"}, {}, "weights 'uniform' .* 'normalised'"),
-        ("fedbis", {"rule": "krum"}, {"mean": "eq8"}, "mean = 'eq8' has weights of its own"),
-        ("fedbis", {"weights": "mass"}, {"mean": "eq8"}, "mean = 'eq8' has weights of its own"),
-        ("fedbis", {"lora": "flexlora"}, {"mean": "eq8"}, "neither 'fedex' nor 'flexlora'"),
+        (
+            "fedbis",
+            {"rule": "krum"},
+            {"mean": "eq8"},
+            "mean = 'eq8' requires rule 'mean', weights 'samples', optimizer 'none'",
+        ),
+        (
+            "fedbis",
+            {"weights": "mass"},
+            {"mean": "eq8"},
+            "mean = 'eq8' requires rule 'mean', weights 'samples', optimizer 'none'",
+        ),
+        ("fedbis", {"lora": "flexlora"}, {"mean": "eq8"}, "a lora other than 'fedex' and 'flexlora'"),
     ],
 )
 def test_means_that_contradict_each_other_are_refused(name, merge, settings, message):
@@ -173,7 +183,7 @@ def test_a_cluster_with_too_few_uploads_keeps_its_selector():
     assert after.tensors["selector-1"] is server.tensors["selector-1"]
     figures = train.figures(after)
     assert list(figures["selectors"]) == ["selector-0"]
-    assert "1 upload" in figures["too_few"]["selector-1"]
+    assert "needs at least 3 uploads to tolerate liars = 1, got 1" in figures["too_few"]["selector-1"]
     assert "too_few" not in train.figures(train.merge(after, [sends(c, 0.1) for c in "abc"], NOW))
     with pytest.raises(TooFewUploads, match=r"selector-0: .*; selector-1: "):
         train.merge(server, [sends("a", 0.1), sends("d", 0.1)], NOW)
@@ -193,7 +203,7 @@ def test_an_upload_is_measured_against_its_own_selector_and_the_whole_cohort():
         return [*near, Upload("d", 2.0, {"model": Tensors(START.layout, far.flat + step)}, {"loss": 1.0}, 3)]
 
     assert train.merge(server, replies(0.1), NOW).values["trained"] == ["selector-0", "selector-1"]
-    with pytest.raises(BadUpload, match=r"upload of client 'd'.*times the median of the round's"):
+    with pytest.raises(BadUpload, match=r"upload of client 'd'.*times the median of the round"):
         train.merge(server, replies(1e5), NOW)
     robust = biscuit(MergeConfig(rule="median"), cluster_mean="normalised")
     huge = [sends("a", 0.1), sends("b", 0.1), sends("c", 1e6)]
@@ -208,7 +218,7 @@ def test_an_oversized_upload_does_not_hide_behind_a_longer_one():
     server, now = grouped(method, a=0, b=0, c=0, d=1, e=1, f=1, g=1), at(3, "abcdefg")
     steps = dict.fromkeys("abdef", 0.1) | {"c": 1e7, "g": 1e6}
     uploads = [sends(client, steps[client]) for client in sorted(steps)]
-    with pytest.raises(BadUpload, match=r"client 'g'.*times the median of the round's"):
+    with pytest.raises(BadUpload, match=r"client 'g'.*times the median of the round"):
         method.exchanges[1].merge(server, uploads, now)
     after = method.exchanges[1].merge(server, uploads[:-1], now)
     for name in ("selector-0", "selector-1"):

@@ -56,7 +56,7 @@ class Aggregator:
     scaling: float
 
     def ownership(self, owner: Callable[[Entry], Owner] = lambda entry: Owner.SHARED) -> Ownership:
-        """Apply the LoRA rule to the tensors that ``owner`` shares; see :func:`prefed.merge.lora.ownership`."""
+        """Apply the LoRA rule to the tensors shared by ``owner``; see :func:`prefed.merge.lora.ownership`."""
         return lora.ownership(self.config.lora, self.layout, owner)
 
     def trainable(self, ownership: Ownership, round_number: int) -> tuple[str, ...]:
@@ -224,7 +224,7 @@ class Aggregator:
         return mean
 
     def figures(self, state: State, group: str = "model") -> dict[str, float]:
-        """Return the metrics of the last merge into ``group``, see :data:`FIGURES`; empty before the first."""
+        """Return the metrics of the last merge into ``group``, if any; see :data:`FIGURES`."""
         values = {name: state.values.get(_figure_key(name, group)) for name in FIGURES}
         return {name: value for name, value in values.items() if isinstance(value, int | float)}
 

@@ -117,7 +117,7 @@ def place(clients: Collection[str], clusters: Mapping[str, int], count: int) -> 
 def regroup(
     reports: Losses, before: Mapping[str, int], clients: Collection[str], count: int, rule: str
 ) -> dict[str, Plain]:
-    """Group the clients that report losses. The others keep their cluster, or see :func:`place`.
+    """Group the clients that report losses. Others keep their cluster or get one by :func:`place`.
 
     Args:
         reports: reported losses, which are clipped by :func:`cut`.
@@ -253,8 +253,8 @@ def balanced_assignment(costs: Array) -> Labels:
 
     n, count = costs.shape
     size, more = divmod(n, count)
-    # Each cluster has `size` mandatory seats. If `more` points remain, each cluster gets an optional seat, and
-    # idle points, which may only take optional seats, fill those that remain free.
+    # Each cluster has `size` mandatory seats and, if `more` points remain, an optional one. Idle points fill
+    # the free optional seats and cannot take mandatory ones.
     must = np.repeat(costs, size, axis=1)
     table = must
     if more:

@@ -38,15 +38,15 @@ class GraphConfig(StrictModel):
     """Who exchanges models with whom where there is no server, and how much a neighbour's model counts.
 
     Raises:
-        ValueError: two of the keys cannot serve together; the error says why.
+        ValueError: two settings cannot be combined.
     """
 
     name: GraphName = Field(
         "ring",
-        description="exponential joins i to i ± 1, 2, 4 … around a ring; erdos_renyi draws each edge; edges "
-        "reads them from a file, and matrix the mixing matrix itself",
+        description="exponential connects i to i ± 1, 2, 4 … on a ring; erdos_renyi draws edges at random; "
+        "edges reads edges from a file, matrix a mixing matrix",
     )
-    probability: float | None = Field(None, gt=0, le=1, description="of each edge of erdos_renyi")
+    probability: float | None = Field(None, gt=0, le=1, description="probability of an edge of erdos_renyi")
     file: str | None = Field(
         None,
         description="for edges: two clients per line; for matrix: rows of sorted clients as text, or .mtx",
@@ -58,12 +58,12 @@ class GraphConfig(StrictModel):
     )
     placement: Literal["sorted", "random"] = Field(
         "sorted",
-        description="assignment of clients to nodes: sorted by name (the first is the hub of a star), or random",
+        description="order of clients on the nodes: sorted by name (the first is a star's hub) or random",
     )
     changes: Literal["never", "redrawn", "matching"] = Field(
         "never",
-        description="redrawn: a new erdos_renyi graph in each round; matching: a random matching of neighbours "
-        "in each round",
+        description="redrawn: a new erdos_renyi graph in each round; matching: a random matching of "
+        "neighbours in each round",
     )
     order: Literal["train_mix", "mix_train"] = Field(
         "train_mix", description="order of training and mixing in a round"
@@ -118,7 +118,7 @@ class Graph:
         return np.bincount(self.edges.ravel(), minlength=self.nodes)
 
     def parts(self) -> NDArray[np.int32]:
-        """int32 ``[nodes]``: the number of the connected part that each node is in."""
+        """Return the index of the connected component of each node, int32 ``[nodes]``."""
         from scipy.sparse import coo_array
         from scipy.sparse.csgraph import connected_components
 
@@ -229,8 +229,8 @@ def read_edges(path: Path, clients: Sequence[str]) -> Graph:
         names = [word.strip() for word in words]
         if len(names) != 2:
             raise ValueError(
-                f"{where}: expected two clients, found {len(names)} words; separate names that contain spaces "
-                "by a comma"
+                f"{where}: expected two clients, found {len(names)} words; separate names that contain "
+                "spaces by a comma"
             )
         for name in names:
             if name not in index:
@@ -245,7 +245,7 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text("utf-8-sig").splitlines()
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not UTF-8 text; save it as UTF-8") from None
 

@@ -110,7 +110,7 @@ def _without(matrix: Matrix, fails: NDArray[np.bool_]) -> Matrix:
 
 
 def read_matrix(path: Path, clients: Sequence[str]) -> Matrix:
-    """Read a mixing matrix: text with one row per client, in the order of ``clients``, or a Matrix Market file.
+    """Read a mixing matrix: text with one row per client, in order, or a Matrix Market file.
 
     Rounding errors of up to 1e-6 are corrected: W is made exactly symmetric, and self weights are recomputed.
 
@@ -145,7 +145,7 @@ def _read_numbers(path: Path) -> Matrix:
             warnings.simplefilter("ignore", UserWarning)  # about an empty file, refused later by its size
             return csr_array(np.loadtxt(text, ndmin=2))
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not rows of numbers: {error}") from None
 

@@ -104,8 +104,8 @@ def check_upload_count(rule: str, uploads: int, *, liars: int = 0, trim: float =
     """
     if rule == "trimmed_mean" and uploads <= 2 * _cut(uploads, trim):
         raise TooFewUploads(
-            f"trimming {_cut(uploads, trim)} of {uploads} uploads at each end leaves none; use a smaller trim "
-            "or a larger cohort"
+            f"trimming {_cut(uploads, trim)} of {uploads} uploads at each end leaves none; use a smaller "
+            "trim or a larger cohort"
         )
     least = {"median": 2 * liars + 1, "krum": 2 * liars + 3, "multi_krum": 2 * liars + 3}.get(rule, 0)
     if uploads < least:

@@ -57,7 +57,7 @@ def check_upload(upload: Upload, groups: Mapping[str, Layout], dtype: torch.dtyp
     >>> check_upload(Upload("d7", 3, {"model": broken}), {"model": layout})
     Traceback (most recent call last):
     ...
-    prefed.merge.uploads.BadUpload: upload of client 'd7': lora/0/q/A in group 'model' contains NaN or infinity
+    prefed.merge.uploads.BadUpload: upload of client 'd7': lora/0/q/A in group 'model' has NaN or infinity
     """
     dtype = dtype or torch.float32
     if not (_finite(upload.weight) and upload.weight > 0):
@@ -81,7 +81,7 @@ def check_upload(upload: Upload, groups: Mapping[str, Layout], dtype: torch.dtyp
                 raise BadUpload(upload.client, f"{where} has dtype {tensors.flat.dtype}, not {dtype}")
         if not tensors.isfinite():
             name = next(name for name in tensors if not bool(tensors[name].isfinite().all()))
-            raise BadUpload(upload.client, f"{name} in group {group!r} contains NaN or infinity")
+            raise BadUpload(upload.client, f"{name} in group {group!r} has NaN or infinity")
 
 
 def check_update_sizes(
@@ -157,7 +157,7 @@ def check_length(
 
 
 def update_norm(tensors: Tensors, origin: Tensors | None = None) -> float:
-    """Return the Euclidean norm of the step from ``origin``, with zeros for missing tensors, to ``tensors``."""
+    """Return the Euclidean norm of the step from ``origin`` (zeros if missing) to ``tensors``."""
     start = Tensors.zeros(tensors.layout, tensors.flat.dtype)
     if origin is not None:
         start = start.replace(origin.select(name for name in tensors if name in origin))

@@ -1,4 +1,4 @@
-"""The methods, one file each, and the registry of them by name."""
+"""The methods, one file each, and their registry."""
 
 from prefed.methods.base import LocalSettings, TrainingSettings, to_neighbours
 from prefed.methods.registry import METHODS, MethodKind

@@ -1,7 +1,7 @@
-"""Centralised DPO: all pairs in one place, a reference point for federated methods.
+"""Centralised DPO: training on the pooled pairs of all clients, as a baseline.
 
-DPO (Rafailov et al. 2023, arXiv:2305.18290), eq. 7, on the pooled pairs. A round is one visit to the pool,
-so rounds and steps count as they do for a federated method.
+DPO (Rafailov et al. 2023, arXiv:2305.18290), eq. 7. A round is one visit to the pool, so that rounds and
+steps are comparable with those of federated methods.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
-    """Centralised DPO over ``layout``. With one client there is nothing to merge, so no rule applies."""
+    """Centralised DPO over ``layout``, regardless of the merge rule."""
     fedavg = FedAvgBase.of(settings, Aggregator(MergeConfig(), layout, aggregator.scaling), rounds)
     return fedavg.method(
         "centralized", SOURCE, fedavg.exchange(late=fedavg.late(averages=False)), pooled=True

@@ -1,11 +1,11 @@
-"""Ditto: each client also trains a model of its own, with a pull to the shared one (Li et al. 2021).
+"""Ditto: each client also trains a personal model with a pull towards the shared one (Li et al. 2021).
 
 Algorithm 1 of arXiv:2012.04221, in every round::
 
     server   samples a cohort S and broadcasts φ
     client   φ_i ← φ; local training of φ_i on L_i
-             local training of its own v_i, at first φ, on L_i(v_i) + λ/2 ‖v_i − φ‖²
-    server   φ ← Σ_{i∈S} p_i φ_i;  v_i stays with the client, which predicts with it
+             local training of its own v_i, initially φ, on L_i(v_i) + λ/2 ‖v_i − φ‖²
+    server   φ ← Σ_{i∈S} p_i φ_i;  v_i stays with the client and is used for predictions
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ SOURCE = "Ditto (arXiv:2012.04221), algorithm 1"
 
 
 class Settings(TwoPhaseSettings, LocalSettings):
-    """Settings of Ditto. The personal phase trains the client's own model."""
+    """Settings of Ditto. The personal phase trains the personal model."""
 
-    lam: float = Field(0.1, ge=0, description="strength of the own model's pull towards the shared one")
+    lam: float = Field(
+        0.1, ge=0, description="strength of the pull of the personal model towards the shared one"
+    )
 
 
 needs = lora_parts

@@ -1,16 +1,16 @@
-"""FedALA: each client learns, layer by layer, how much of the shared model to take (Zhang et al. 2023).
+"""FedALA: each client learns layer-wise weights between the shared and its own model (Zhang et al. 2023).
 
-Algorithm 1 of arXiv:2212.01197, in every round, for a client that has a model φ_i of its own::
+Algorithm 1 of arXiv:2212.01197, in every round, for a client with its own model φ_i::
 
     server   samples a cohort S and broadcasts φ
     client   learns weights W in [0, 1]:  W ← clip(W − η ∇_W L_i(φ_i + (φ − φ_i) ⊙ W))         eqs. 4 and 5
              φ_i ← φ_i + (φ − φ_i) ⊙ W; local training on L_i(φ_i)
     server   φ ← Σ_{i∈S} p_i φ_i;  W and φ_i stay with the client
-    to predict, a client learns W on the published φ and takes φ_i + (φ − φ_i) ⊙ W
+    to predict, a client learns W on the published φ and uses φ_i + (φ − φ_i) ⊙ W
 
-W starts at 1, which is the shared model, and a client keeps it from visit to visit. W weighs the LoRA factors
-A and B, not their product. All factors of a block have one weight w unless ``grain`` says otherwise; ∂L/∂w is
-the sum of ∇L(φ̂) ⊙ (φ − φ_i) over the block.
+W is initially 1 (the shared model), and clients keep it between visits. It applies to the LoRA factors A and
+B, not to their product. By default, all factors of a block share one weight w, and ∂L/∂w is the sum of
+∇L(φ̂) ⊙ (φ − φ_i) over the block.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ class Settings(PersonalSettings, LocalSettings):
     """Settings of FedALA."""
 
     adaptive_layers: int | None = Field(
-        None, ge=1, description="last blocks that are weighed, lower ones being taken over; left out: all"
+        None,
+        ge=1,
+        description="number of last blocks with learned weights; the others are shared; default: all",
     )
     grain: Literal["block", "tensor", "element"] = Field(
-        "block", description="what has a weight of its own; element is the paper's, for dense layers"
+        "block", description="granularity of the weights; element: as in the paper, for dense layers"
     )
     weight_lr: float = Field(1.0, gt=0, description="step size of the weights")
     weight_steps: int = Field(
-        5, ge=0, description="steps of the weights at a visit, each on a batch of its own"
+        5, ge=0, description="steps of the weights per visit, each on a different batch"
     )
     first_weight_steps: int = Field(
-        20, ge=0, description="such steps at the first visit of a client that has a model of its own"
+        20, ge=0, description="steps of the weights when a client learns them for the first time"
     )
     relearn: bool = Field(
         True,
-        description="before predicting, the weights are learnt again for the published model; without, they "
-        "are those of the client's last visit",
+        description="before predictions, learn the weights for the published model; otherwise use those of "
+        "the last visit",
     )
 
 
@@ -61,7 +63,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     each = settings.grain == "element"
 
     def mixed(private: State, received: Tensors) -> Tensors:
-        """``received`` with φ_i + (φ − φ_i) ⊙ W in place of φ; unchanged if the client has no φ_i."""
+        """Replace φ in ``received`` with φ_i + (φ − φ_i) ⊙ W if the client has a φ_i."""
         if "own" not in private.tensors:
             return received
         own, weights = private.tensors["own"], private.tensors["weights"]
@@ -70,7 +72,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return received.replace(Tensors(own.layout, inside))
 
     def learn(trainer: ClientTrainer, private: State, received: Tensors) -> State:
-        """The private state with its weights fitted to the client's pairs."""
+        """Fit the weights in the private state to the client's pairs."""
         if "own" not in private.tensors:
             return private
         gap = received.select(fedavg.shared) - private.tensors["own"]
@@ -94,7 +96,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
     def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:
         received = fedavg.start(trainer, private, published)
-        # These weights serve this prediction alone: the client's state changes in visits only.
+        # The new weights are not kept, since the client's state changes only in visits.
         state = learn(trainer, private, received) if settings.relearn and trainer.size else private
         return mixed(state, received)
 
@@ -109,10 +111,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
 
 def block_weights(private: State) -> dict[int, float]:
-    """How much of the shared model a client takes: block → W, the mean over the block's elements.
-
-    Args:
-        private: the client's private state; before its first visit it has no weights.
+    """Return block → mean of W over its elements, or no weights before the first visit.
 
     >>> from prefed.core import Entry
     >>> layout = Layout((Entry("lora/0/A", (2,), "lora", 0, "A"), Entry("lora/0/B", (2,), "lora", 0, "B")))
@@ -128,7 +127,7 @@ def block_weights(private: State) -> dict[int, float]:
 
 
 def _groups(settings: Settings, layout: Layout) -> list[list[str]]:
-    """Groups of names: the tensors of a group share a weight; under ``element`` each element has its own."""
+    """Return groups of names of tensors that share a weight, unless ``grain`` is ``element``."""
     blocks = sorted({entry.block for entry in layout.entries if entry.block is not None})
     weighed = blocks if settings.adaptive_layers is None else blocks[-settings.adaptive_layers :]
     groups: dict[object, list[str]] = defaultdict(list)
@@ -139,7 +138,7 @@ def _groups(settings: Settings, layout: Layout) -> list[list[str]]:
 
 
 def _pooled(slopes: Tensors, groups: list[list[str]], each: bool) -> Tensors:
-    """The slope of each element's weight: its own if ``each``, else its group's sum; 0 outside the groups."""
+    """Return the slopes, summed over each group unless ``each``; 0 outside the groups."""
     pooled = Tensors.zeros(slopes.layout, slopes.flat.dtype)
     for names in groups:
         total = torch.stack([slopes[name].sum() for name in names]).sum()

@@ -1,15 +1,15 @@
-"""FedAMP: the server sends each client its own mixture of all clients' models (Huang et al. 2021).
+"""FedAMP: the server sends each client its own mixture of all client models (Huang et al. 2021).
 
 Algorithm 1 of arXiv:2007.03797, in every round. The server keeps the last φ_i of each client::
 
-    server   samples a cohort S and sends each i ∈ S alone  u_i = Σ_j a_ij φ_j
+    server   samples a cohort S and sends each i ∈ S  u_i = Σ_j a_ij φ_j
     client   φ_i ← u_i; local training on L_i(φ), or on L_i(φ) + λ/2α ‖φ − u_i‖²
              sends φ_i and predicts with it
     server   keeps φ_i; computes the attention a among all φ_j
 
-``cosine`` is the baseline of FedPDPO (arXiv:2603.19741): a_i = softmax_j(cos(Δφ_i, Δφ_j) / τ) raised to a
-floor, with Δφ = φ − φ_init and no proximal term.  ``distance`` is FedAMP's own: a_ij = α A'(‖φ_i − φ_j‖²) for
-j ≠ i and a_ii the rest, with A(x) = 1 − e^(−x/σ) and the proximal term.
+``cosine`` is the baseline of FedPDPO (arXiv:2603.19741): a_i = softmax_j(cos(Δφ_i, Δφ_j) / τ), raised to a
+floor, with Δφ = φ − φ_init and no proximal term. ``distance`` is that of the FedAMP paper:
+a_ij = α A'(‖φ_i − φ_j‖²) for j ≠ i and a_ii the rest, with A(x) = 1 − e^(−x/σ) and the proximal term.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, 
 
 SOURCE = "FedAMP (arXiv:2007.03797), algorithm 1"
 CLIENT = "client/"
-"""How the names of the server's groups begin that hold the clients' models."""
+"""Prefix of the server groups with the models of clients."""
 
 
 class Settings(PersonalSettings, BaselineSettings):
@@ -52,29 +52,29 @@ class Settings(PersonalSettings, BaselineSettings):
     lr: float = Field(5e-5, gt=0, description="learning rate of the LoRA")
     attention: Literal["cosine", "distance"] = Field(
         "cosine",
-        description="of clients to each other: by the angle of their updates, or FedAMP's own by distance",
+        description="attention between clients: by cosine of updates, or by distance as in the paper",
     )
     temperature: float = Field(0.5, gt=0, description="for cosine: temperature of the softmax")
     floor: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="for cosine: least weight; left out: 0.05, or 1 / clients if that is less",
+        description="for cosine: minimum weight; default: the lesser of 0.05 and 1 / clients",
     )
     sigma: float | None = Field(
         None,
         gt=0,
-        description="for distance: squared distance at which attention falls to 1/e; left out: the mean of "
-        "those between the clients' models",
+        description="for distance: squared distance at which attention falls to 1/e; default: mean squared "
+        "distance between client models",
     )
     alpha: float | None = Field(
         None,
         gt=0,
-        description="for distance: the server's step, cut in rounds where it would make a weight negative; "
-        "left out: sigma / clients, which always serves",
+        description="for distance: step of the server, lowered in rounds in which it would make a weight "
+        "negative; default: sigma / clients",
     )
     lam: float = Field(
-        0.1, ge=0, description="for distance: strength of the pull to the mixture, times alpha"
+        0.1, ge=0, description="for distance: strength of the pull towards the mixture, times alpha"
     )
 
 
@@ -85,18 +85,18 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     """FedAMP over ``layout``.
 
     Raises:
-        ValueError: a merge rule asks for something that attention decides.
+        ValueError: ``[merge]`` sets a rule, weights or an optimiser that attention replaces.
     """
     config = aggregator.config
     if config.rule != "mean" or config.weights == "mass" or config.optimizer.name != "none":
         raise ValueError(
-            "fedamp gives each client a mixture of its own and merges nothing into one model: leave "
-            "rule 'mean', weights 'samples' or 'uniform', and optimizer 'none' in [merge]"
+            "fedamp computes one mixture per client; in [merge], use rule 'mean', weights 'samples' or "
+            "'uniform', and optimizer 'none'"
         )
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
     def mixture(server: State, client: str) -> Tensors:
-        """u_i. A client without a model on the server receives the mean of all models."""
+        """u_i, or the mean of all models for a client without a model on the server."""
         row = _attention(server).get(client)
         if row is None:
             return server.tensors["model"]
@@ -121,7 +121,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return fedavg.upload(trainer, result.tensors, result.loss), fedavg.keep_own(private, result.tensors)
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        # A client's model is the mixture that it received, with the tensors that it trained put in.
+        # The model of a client is its mixture with the trained tensors replaced.
         news = {
             CLIENT + upload.client: mixture(server, upload.client).replace(upload.tensors["model"])
             for upload in sort_uploads(uploads)
@@ -141,7 +141,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             sigma = settings.sigma or mean_squared_distance(trained) or 1.0
             alpha = settings.alpha or sigma / len(now.weights)
             if settings.alpha:
-                # The clients' models decide which α is too large, and no upload may end a run.
+                # The largest α depends on the client models, and no upload may end a run.
                 alpha = min(alpha, largest_alpha(trained, sigma))
             attention = distance_attention(trained, alpha=alpha, sigma=sigma)
         rows: dict[str, Plain] = {i: {**row} for i, row in attention.items()}
@@ -162,5 +162,5 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
 
 def _attention(server: State) -> Mapping[str, Mapping[str, float]]:
-    """Receiver → sender → weight, among the clients that have sent a model."""
+    """Return receiver → sender → weight, for clients that have sent a model."""
     return cast("Mapping[str, Mapping[str, float]]", server.values["attention"])

@@ -1,14 +1,14 @@
-"""FedBis: federated averaging of a selector, a small judge of preferences (FedBiscuit, arXiv:2407.03038).
+"""FedBis: federated averaging of a selector (FedBiscuit, arXiv:2407.03038).
 
-A selector reads a prompt and two responses, A and B, and answers with one letter. In a round (section 4 and
-appendix A)::
+A selector reads a prompt and two responses, A and B, and answers with the letter of the better one. In every
+round (section 4 and appendix A)::
 
     server   samples a cohort S and broadcasts φ
     client   φ_i ← φ; K local steps on the cross-entropy of the letters, both orders of each pair   eqs. 3, 7
     server   φ ← Σ_{i∈S} p_i φ_i,  p_i = n_i / Σ_{m∈S} n_m
-         or  φ ← (M/A) Σ_{i∈S} p_i φ_i,  p_i = n_i / Σ_m n_m, of A = |S| out of M clients           eq. 8
+         or  φ ← (M/A) Σ_{i∈S} p_i φ_i,  p_i = n_i / Σ_m n_m, with A = |S| of M clients             eq. 8
 
-The server then labels responses to prompts of its own with φ, and aligns a model on these pairs (section 4).
+The server then labels responses to its own prompts with φ, and aligns a model on these pairs (section 4).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Settings(SelectorSettings):
 
     mean: Literal["normalised", "eq8"] = Field(
         "normalised",
-        description="how uploads merge: normalised, their mean by pairs; eq8, the paper's equation to the "
-        "letter, whose weights have sum 1 only on average over cohorts",
+        description="weights of uploads: normalised by the pairs of the cohort, or as in eq. 8 of the paper, "
+        "where they sum to 1 only on average over cohorts",
     )
 
 
@@ -42,14 +42,14 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     """FedBis over ``layout``.
 
     Raises:
-        ValueError: equation 8 is asked for, and ``[merge]`` asks for another mean.
+        ValueError: ``mean = "eq8"`` cannot be combined with ``[merge]``.
     """
     config = aggregator.config
     usual = (config.rule, config.weights, config.optimizer.name) == ("mean", "samples", "none")
     if settings.mean == "eq8" and not (usual and config.lora not in ("fedex", "flexlora")):
         raise ValueError(
-            "mean = 'eq8' has weights of its own: leave rule 'mean', weights 'samples', optimizer 'none' in "
-            "[merge], and lora neither 'fedex' nor 'flexlora'; or set mean = 'normalised'"
+            "mean = 'eq8' requires rule 'mean', weights 'samples', optimizer 'none' and a lora other than "
+            "'fedex' and 'flexlora' in [merge]; otherwise set mean = 'normalised'"
         )
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 

@@ -1,15 +1,15 @@
-"""FedBiscuit: several selectors, each trained by a cluster of like-minded clients (arXiv:2407.03038).
+"""FedBiscuit: several selectors, each trained by a cluster of similar clients (arXiv:2407.03038).
 
-Section 5.1 and algorithm 1, with selectors φ_1 … φ_U that start alike, T warm-up rounds each and W = U T::
+Section 5.1 and algorithm 1, with initially equal selectors φ_1 … φ_U, T warm-up rounds each and W = U T::
 
     rounds 1 … W: warm-up of the selectors in turn                                         lines 1-14
         FedBis with φ_u in rounds (u − 1) T + 1 … u T
     rounds W + 1, W + 1 + τ, …: client grouping, before the round's training               lines 18-20
         server   sends all selectors to all clients
         client   sends its mean validation loss under each
-        server   gives each client the selector with its least loss, clusters balanced     eqs. 4, 5
+        server   assigns each client to the selector of its lowest loss, balanced          eqs. 4, 5
     rounds W + 1 …: training by clusters                                                   lines 21-27
-        server   samples a cohort S and sends each i ∈ S its cluster's selector alone
+        server   samples a cohort S and sends each i ∈ S the selector of its cluster
         client   φ_u^i ← φ_u; K local steps
         server   φ_u ← (1 − Σ_{i∈S_u} p_i) φ_u + Σ_{i∈S_u} p_i φ_u^i,  p_i = n_i / Σ_m n_m    eq. 6
 
@@ -50,12 +50,12 @@ class Settings(ClusterSettings):
 
     cluster_mean: Literal["eq6", "normalised"] = Field(
         "eq6",
-        description="how a cluster's uploads merge: eq6, each by its share of all clients' pairs, and the "
-        "selector keeps the rest; normalised, their mean as in FedBis",
+        description="weights of a cluster's uploads: eq6, their shares of the pairs of all clients, with the "
+        "remaining weight on the current selector; normalised, as in FedBis",
     )
     balance: Literal["greedy", "exact"] = Field(
         "greedy",
-        description="how clients are grouped: greedy, the paper's rule; exact, the least sum of losses",
+        description="grouping of clients: greedy, as in the paper; exact, the lowest sum of losses",
     )
 
 
@@ -66,7 +66,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     """FedBiscuit over ``layout``.
 
     Raises:
-        ValueError: ``[merge]`` has weights or a rule that eq. 6 has no place for.
+        ValueError: ``[merge]`` sets weights or a rule that cannot be combined with eq. 6.
     """
     eq6 = settings.cluster_mean == "eq6"
     by_cluster = by_mass(aggregator, "cluster_mean = 'eq6'") if eq6 else aggregator
@@ -87,11 +87,11 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
     def cluster(server: State, client: str, clients: Collection[str]) -> int:
         known = _clusters(server)
-        # After a grouping without a valid upload all clients are placed together, and so evenly.
+        # After a grouping without valid uploads, all clients are placed together, and thus evenly.
         return known[client] if client in known else clustering.place(clients, known, len(names))[client]
 
     def selector(server: State, client: str, now: Round) -> int:
-        """Which selector the client has in this round: the one that warms up, else its cluster's."""
+        """The client's selector in this round: the one in warm-up, or that of its cluster."""
         warming = now.number <= warmup
         return (now.number - 1) // each if warming else cluster(server, client, now.weights)
 
@@ -118,7 +118,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         )
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        # An upload goes where the server sent its client. What the client says of that counts for nothing.
+        # The server knows which selector each client received; the upload has no influence on it.
         warming = now.number <= warmup
         groups = {upload.client: names[selector(server, upload.client, now)] for upload in uploads}
         rule, trainable = aggregator if warming else by_cluster, fedavg.trainable(now, Owner.SHARED)
@@ -136,7 +136,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
     def publish(server: State, client: str) -> Download:
         known, trained = _clusters(server), cast("list[str]", server.values["trained"])
-        # In warm-up all have the selector that was trained last.
+        # During warm-up, all clients use the selector that was trained last.
         last = names.index(trained[0]) if trained else 0
         own = cluster(server, client, [client]) if known else last
         return Download(selectors.all(server), {"cluster": own})
@@ -153,8 +153,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         groups=lambda client, now: {},
         figures=group_figures,
     )
-    # The sizes of updates are checked where they are merged, each against its own selector.
-    # A client trains its cluster's selector, and clusters change.
+    # merge_groups checks the sizes of updates, each relative to its own selector. Late uploads are refused
+    # because clusters change.
     train = replace(fedavg.exchange(send=send, figures=figures), merge=merge, late="refused")
     return fedavg.method(
         "fedbiscuit",
@@ -171,5 +171,5 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
 
 def _clusters(server: State) -> Mapping[str, int]:
-    """Client → its cluster; empty in warm-up."""
+    """Return client → its cluster; empty during warm-up."""
     return cast("Mapping[str, int]", server.values["clusters"])

@@ -24,8 +24,8 @@ class Settings(BaselineSettings):
     beta: float = Field(
         0.1,
         gt=0,
-        description="strength of the pull towards the reference (the paper's experiments: 0.2); "
-        "left out, the objective's own default",
+        description="strength of the pull towards the reference (the paper's experiments: 0.2); default: "
+        "that of the objective",
     )
 
 

@@ -1,4 +1,4 @@
-"""FedPDPO: shared LoRA, personal bottleneck and heads, an explicit reward in the loss (arXiv:2603.19741).
+"""FedPDPO: shared LoRA, personal bottleneck and heads, explicit reward in the loss (arXiv:2603.19741).
 
 Algorithm 1, in round t, Θ_i = (W0 ∥ LoRA) ∘ M_i ∘ (h1_i ∥ h2_i)::
 
@@ -6,10 +6,10 @@ Algorithm 1, in round t, Θ_i = (W0 ∥ LoRA) ∘ M_i ∘ (h1_i ∥ h2_i)::
     client   φ_i ← φ; loads its own M_i, h1_i, h2_i                                 lines 9-10
              (1) LoRA frozen: trains M_i, h1_i, h2_i on the PDPO loss                  lines 12-15
              (2) M_i, h1_i, h2_i frozen: trains φ_i on the PDPO loss                   lines 16-17
-    server   φ ← Σ_i p_i φ_i, A and B apart unless the merge rule says otherwise       lines 20-22
+    server   φ ← Σ_i p_i φ_i, by default A and B separately                            lines 20-22
 
-The PDPO loss is −log σ(β (Δ_ir + w_r s Δ_er)), eqs. 4 to 8. The client carries s from step to step and from
-visit to visit. w_r(t) = 0.5 + (t − 1) / (T − 1).
+The PDPO loss is −log σ(β (Δ_ir + w_r s Δ_er)), eqs. 4 to 8, with w_r(t) = 0.5 + (t − 1) / (T − 1). Clients
+keep s between steps and visits.
 """
 
 from __future__ import annotations
@@ -24,46 +24,43 @@ from prefed.methods.base import FedAvgBase, TwoPhaseSettings, lora_parts
 
 SOURCE = "FedPDPO (arXiv:2603.19741), algorithm 1"
 PERSONAL = ("bottleneck", "head", "reward")
-"""The parts that are each client's own."""
+"""The personal parts."""
 
 
 class Settings(TwoPhaseSettings):
     """Settings of FedPDPO.
 
-    Across domains the paper takes local_epochs 3. Ablations A1 and A2 of its table 3 are bottleneck = false
-    and reward_head = false.
+    The paper's cross-domain experiments use local_epochs 3. Ablations A1 and A2 of its table 3 are
+    bottleneck = false and reward_head = false.
     """
 
     lr: float = Field(5e-5, gt=0, description="learning rate of the shared LoRA")
     beta: float = Field(0.1, gt=0, description="strength of the pull towards the reference")
-    bottleneck: bool = Field(True, description="a personal bottleneck adapter in the final norm's place")
-    personal_head: bool = Field(
-        True, description="a personal language model head, untied from the embeddings"
-    )
-    reward_head: bool = Field(
-        True, description="a personal reward head and the PDPO loss; if off, the loss is DPO's"
-    )
+    bottleneck: bool = Field(True, description="personal bottleneck adapter instead of the final norm")
+    personal_head: bool = Field(True, description="personal language model head, untied from the embeddings")
+    reward_head: bool = Field(True, description="personal reward head and PDPO loss; if off, the DPO loss")
     reward_schedule: bool = Field(
         True,
-        description="the explicit reward's weight goes from 0.5 to 1.5 over the rounds; else reward_weight",
+        description="increase the weight of the explicit reward from 0.5 to 1.5 over the rounds; if off, "
+        "reward_weight",
     )
     reward_weight: float = Field(
-        0.8, ge=0, description="the explicit reward's weight w_r where reward_schedule is off"
+        0.8, ge=0, description="weight w_r of the explicit reward if reward_schedule is off"
     )
-    scale_least: float = Field(0.1, ge=0, description="lower bound on the ratio that s follows; 0: none")
+    scale_least: float = Field(0.1, ge=0, description="lower bound on the ratio tracked by s; 0: none")
     scale_most: float = Field(
-        10.0, ge=0, description="upper bound on it; 0: none; with both 0, eq. 7 as printed"
+        10.0, ge=0, description="upper bound on this ratio; 0: none; both 0: eq. 7 as printed"
     )
-    exclude: bool = Field(True, description="leave out pairs whose margin is far from their batch's mean")
-    exclude_k: float = Field(2.0, gt=0, description="how many standard deviations are far")
-    exclude_most: float = Field(0.5, ge=0, lt=1, description="the largest share of a batch that is left out")
+    exclude: bool = Field(True, description="exclude pairs with margins far from the mean of their batch")
+    exclude_k: float = Field(2.0, gt=0, description="number of standard deviations that count as far")
+    exclude_most: float = Field(0.5, ge=0, lt=1, description="maximum excluded share of a batch")
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Settings:
         if 0 < self.scale_most < self.scale_least:
             raise ValueError(
-                f"scale_most {self.scale_most:g} is below scale_least {self.scale_least:g}: raise it, or set "
-                "it to 0 for no bound above"
+                f"scale_most {self.scale_most:g} is below scale_least {self.scale_least:g}; raise it, or set "
+                "it to 0 for no upper bound"
             )
         return self
 
@@ -78,7 +75,7 @@ class Settings(TwoPhaseSettings):
         return 0.5 + (number - 1) / max(rounds - 1, 1)
 
     def goal(self, weight: float | None = None) -> Objective:
-        """The loss that clients minimise, at w_r = ``weight`` (``reward_weight`` unless given)."""
+        """The loss that clients minimise, with w_r = ``weight`` (default: ``reward_weight``)."""
         if not self.reward_head:
             return Objective("dpo", {"beta": self.beta})
         weight = self.reward_weight if weight is None else weight
@@ -88,7 +85,7 @@ class Settings(TwoPhaseSettings):
 
 
 def needs(settings: Settings) -> frozenset[str]:
-    """The LoRA, and the personal parts that are switched on."""
+    """The LoRA and the enabled personal parts."""
     s = settings
     return lora_parts(s, bottleneck=s.bottleneck, head=s.personal_head, reward=s.reward_head)
 

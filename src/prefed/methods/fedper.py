@@ -1,7 +1,7 @@
 """FedPer: the first blocks are shared, the other blocks and the head are personal (Arivazhagan et al. 2019).
 
-Algorithm 1 of arXiv:1912.00818, the LoRA of the first k blocks being the base layers, and the other blocks'
-LoRA and an untied language model head the personalisation layers (FedPDPO's baseline, arXiv:2603.19741)::
+Algorithm 1 of arXiv:1912.00818. Base layers: the LoRA of the first k blocks. Personalisation layers: the LoRA
+of the other blocks and an untied language model head (FedPDPO's baseline, arXiv:2603.19741)::
 
     server   samples a cohort S and broadcasts the base layers φ
     client   φ_i ← φ; loads its own layers v_i; trains both together
@@ -26,16 +26,14 @@ class Settings(PersonalSettings, BaselineSettings):
 
     lr: float = Field(5e-5, gt=0, description="learning rate of the LoRA, shared and personal")
     shared_layers: int = Field(
-        2, ge=1, description="blocks, from the first, whose LoRA is shared; that of the others is personal"
+        2, ge=1, description="number of first blocks with a shared LoRA; the LoRA of the others is personal"
     )
-    personal_head: bool = Field(
-        True, description="a personal language model head, untied from the embeddings"
-    )
+    personal_head: bool = Field(True, description="personal language model head, untied from the embeddings")
     personal_lr: float = Field(1e-4, gt=0, description="learning rate of the personal head")
 
 
 def needs(settings: Settings) -> frozenset[str]:
-    """The LoRA, and the head unless it is switched off."""
+    """The LoRA and, if enabled, the head."""
     return lora_parts(settings, head=settings.personal_head)
 
 

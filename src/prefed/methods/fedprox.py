@@ -1,4 +1,4 @@
-"""FedProx: FedDPO with a pull of each client to the model it received (Li et al. 2020, arXiv:1812.06127).
+"""FedProx: FedDPO with a proximal term towards the received model (Li et al. 2020, arXiv:1812.06127).
 
 Algorithm 2, in every round::
 

@@ -1,4 +1,4 @@
-"""FedRep: each client fits its head to the shared representation, then improves it (Collins et al. 2021).
+"""FedRep: each client trains its head, then the shared representation (Collins et al. 2021).
 
 Algorithm 1 of arXiv:2102.07078, with the LoRA as representation φ and an untied language model head h_i::
 

@@ -1,6 +1,6 @@
 """FedSDG: a shared LoRA, a personal LoRA of the same shape, and a gate per block between them.
 
-With θ_g shared, θ_p and the logits a personal, and m = sigmoid(a), a block gives
+With shared θ_g, personal θ_p and logits a, and m = sigmoid(a), the output of a block is
 W0 x + s (B_g A_g + m B_p A_p) x. In every round (FedSDG, sections 3.2 and 3.3)::
 
     server   samples a cohort S and broadcasts θ_g
@@ -9,7 +9,7 @@ W0 x + s (B_g A_g + m B_p A_p) x. In every round (FedSDG, sections 3.2 and 3.3):
              sends θ_g^k, which is θ_g + Δ_k                                   eq. 9
     server   α_k = max(0, cos(Δ_k, mean Δ)),  w_k = α_k / (Σ_j α_j + ε)        eq. 10
              θ_g ← θ_g + Σ_k w_k Δ_k                                           eq. 11
-    to predict, a client takes the new θ_g with its own m θ_p
+    to predict, a client uses the new θ_g with its own m θ_p
 """
 
 from __future__ import annotations
@@ -29,51 +29,46 @@ SOURCE = "FedSDG, section 3"
 
 
 class Settings(LocalSettings):
-    """Settings of FedSDG: Adam at one rate in all rounds, and no weight decay beside the two penalties."""
+    """Settings of FedSDG: Adam with a constant learning rate and without weight decay."""
 
     lr: float = Field(1e-3, gt=0, description="learning rate of the shared LoRA")
     personal_lr: float | None = Field(
-        None, gt=0, description="learning rate of the personal LoRA, and of a personal head; left out: lr"
+        None, gt=0, description="learning rate of the personal LoRA and of a personal head; default: lr"
     )
-    gate_lr: float = Field(5e-3, gt=0, description="learning rate of the gates' logits")
+    gate_lr: float = Field(5e-3, gt=0, description="learning rate of the gate logits")
     gate_penalty: float = Field(1e-3, ge=0, description="lambda1, on the sum of the gates")
     personal_penalty: float = Field(
-        1e-4, ge=0, description="lambda2, on the personal LoRA's squared Euclidean norm"
+        1e-4, ge=0, description="lambda2, on the squared Euclidean norm of the personal LoRA"
     )
-    personal: bool = Field(
-        True, description="clients have a LoRA and gates of their own; without, one LoRA is shared"
-    )
+    personal: bool = Field(True, description="personal LoRA and gates; if off, only the shared LoRA")
     branch: Literal["products", "factors"] = Field(
         "products",
-        description="how the personal LoRA joins the shared one: products adds what it gives, m B A x; "
-        "factors adds its factors to the shared ones, (B_g + m B_p)(A_g + m A_p): eq. 4 to the letter",
+        description="combination of the shared and the personal LoRA: products adds m B_p A_p to the shared "
+        "product; factors is (B_g + m B_p)(A_g + m A_p), exactly as in eq. 4",
     )
     alignment: Literal["mean", "leave_one_out", "off"] = Field(
         "mean",
-        description="weights of uploads by their angle to the mean update, to the mean of the others, or not",
+        description="weights of uploads by their cosine with the mean update, or with the mean of the others",
     )
     head: Literal["frozen", "shared", "personal"] = Field(
         "frozen",
-        description="the language model head: as pretrained, the same everywhere; or untied, trained, and "
-        "sent or kept",
+        description="language model head: frozen as pretrained; or untied, trained, and shared or personal",
     )
     optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field("adam", description="local optimiser")
     weight_decay: float = Field(
-        0.0, ge=0, description="weight decay of the local optimiser; it draws every gate towards 1/2"
+        0.0, ge=0, description="weight decay of the local optimiser, which pulls gates towards 1/2"
     )
 
 
 def needs(settings: Settings) -> frozenset[str]:
-    """The LoRA on output projections, and the personal LoRA, gates and head that the settings switch on."""
+    """The LoRA on output projections and, if enabled, the personal LoRA, gates and head."""
     own, factors = settings.personal, settings.branch == "factors"
     parts = {"personal_lora": own, "gate": own, "factors": own and factors, "head": settings.head != "frozen"}
     return lora_parts(settings, "outputs", **parts)
 
 
 def gates(state: State, layout: Layout) -> dict[int, float]:
-    """How much of its personal LoRA a client uses: block → m, from 0 to 1.
-
-    This is the method's profile. It is computed where the client's private state is; no message holds it.
+    """Return the gates of a client: block → m, from 0 to 1. They are never sent.
 
     >>> import torch
     >>> from prefed.core import Tensors
@@ -91,12 +86,14 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     """FedSDG over ``layout``.
 
     Raises:
-        ValueError: the merge rules weigh uploads in a way that alignment cannot replace.
+        ValueError: alignment cannot be combined with ``[merge]``.
     """
     config = aggregator.config
     if settings.alignment != "off" and (config.weights == "mass" or config.rule in UNWEIGHTED):
         setting = "weights 'mass'" if config.weights == "mass" else f"rule {config.rule!r}"
-        raise ValueError(f"{setting} in [merge] leaves no place for FedSDG's weights: set alignment to 'off'")
+        raise ValueError(
+            f"{setting} in [merge] cannot be combined with the weights of FedSDG; set alignment to 'off'"
+        )
 
     def personal(entry: Entry) -> bool:
         return entry.part in ("personal_lora", "gate") or (
@@ -132,7 +129,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         aligned = server.values.get("aligned")
         return {**fedavg.figures(server), **({"aligned": aligned} if isinstance(aligned, float) else {})}
 
-    # The angle of an upload to the others is that of a step from the model that all of them started from.
+    # The cosine is only defined for updates from a common starting point.
     late = fedavg.late(averages=settings.alignment == "off")
     train = fedavg.exchange(work=partial(fedavg.work, **changes), merge=merge, figures=figures, late=late)
     profile = (lambda private: {"gate": gates(private, layout)}) if logits else None

@@ -1,17 +1,17 @@
-"""FedVPA-GP: a variational selector whose clients learn from one another's tastes (arXiv:2605.30873).
+"""FedVPA-GP: a variational selector with priors and prototypes learned across clients (arXiv:2605.30873).
 
-FedVPL's posteriors may collapse: q(z) comes near N(0, I) for every client, and z says nothing. FedVPA-GP
-gives each client a prior of its peers' posteriors, and pulls tastes towards prototypes P. In a round::
+The posteriors of FedVPL may collapse to N(0, I) for all clients. In FedVPA-GP, the prior of each client is a
+mixture of the other clients' posteriors, and tastes are pulled towards prototypes P. In every round::
 
     server   samples a cohort S; sends i ∈ S: φ, the others' last posteriors N_j = N(μ̄_j, σ̄_j²), its label y*
-    client   φ_i ← φ; K local steps on contexts apart from their batches, z ~ q(z | context) = N(μ, σ²), on
+    client   φ_i ← φ; K local steps with contexts disjoint from batches, z ~ q(z | context) = N(μ, σ²), on
                  −log σ(b + r_w − r_l) + β KL(q ‖ Σ_{j≠i} w_j N_j) + λ mean_d (z − p_y*)² + γ ‖P Pᵀ − s² I‖²
-             w = softmax((log π_i + g) / τ), g Gumbel noise, τ falling over the rounds; log π_i stays with i
-             sends φ_i, which has P in it, and its posterior under φ over contexts of all its pairs
-    server   φ ← Σ_{i∈S} p_i φ_i;  y* ← balanced k-means of the μ̄_i, its clusters matched with prototypes
+             w = softmax((log π_i + g) / τ), g Gumbel noise, τ decreasing over rounds; log π_i stays with i
+             sends φ_i, which includes P, and its posterior under φ over contexts of all its pairs
+    server   φ ← Σ_{i∈S} p_i φ_i;  y* ← balanced k-means of the μ̄_i, with clusters matched to prototypes
 
-b is what the frozen model gives: its log-odds of the chosen response. It is dropped for half of the pairs of
-a step, and log σ² has a cap.
+b is the log-odds of the chosen response under the frozen model. It is dropped for half of the pairs of each
+step, and log σ² is capped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TRUST = "trust"
 
 
 class Settings(TasteSettings):
-    """Settings of FedVPA-GP. With ``prior = "standard"`` and all else off it is FedVPL.
+    """Settings of FedVPA-GP. With ``prior = "standard"`` and everything else off, it is FedVPL.
 
     >>> Settings().goal().settings["capped"], sorted(needs(Settings(prototypes=False, cap="off")))
     (1.0, ['latent', 'posterior', 'variational'])
@@ -64,33 +64,35 @@ class Settings(TasteSettings):
     prior: Literal["mixture", "standard", "bound"] = Field(
         "mixture",
         description="prior of z: mixture of the other clients' posteriors; standard, N(0, I); bound, the "
-        "mixture with the convex bound on its KL, which pulls between separated peers",
+        "mixture with the convex upper bound on its KL",
     )
     prior_from: Literal["all", "last_round"] = Field(
         "all",
-        description="peers in the mixture: all that ever sent a posterior; last_round, the paper's, those of "
+        description="clients in the mixture: all that ever sent a posterior, or, as in the paper, those of "
         "the last round",
     )
-    samples: int = Field(4, ge=1, description="samples with which the KL to the mixture is estimated")
+    samples: int = Field(4, ge=1, description="samples for estimating the KL to the mixture")
     trust_start: Literal["uniform", "sizes"] = Field(
         "uniform",
-        description="the mixture's weights at the start: uniform; sizes, by pairs, which tells clients each "
-        "other's number of pairs",
+        description="initial weights of the mixture: uniform, or by numbers of pairs, which reveals these "
+        "numbers to all clients",
     )
-    trust_lr: float = Field(0.01, gt=0, description="learning rate of the mixture's weights")
+    trust_lr: float = Field(0.01, gt=0, description="learning rate of the mixture weights")
     first_temperature: float = Field(1.0, gt=0, description="temperature of the weights in the first round")
-    last_temperature: float = Field(0.1, gt=0, description="their temperature in the last round")
+    last_temperature: float = Field(0.1, gt=0, description="temperature of the weights in the last round")
     prototypes: bool = Field(True, description="pull tastes towards prototypes")
-    balanced: bool = Field(True, description="prototypes have equally many clients, give or take one")
+    balanced: bool = Field(True, description="let numbers of clients per prototype differ by at most 1")
     pull: float = Field(0.01, ge=0, description="weight of the pull towards a client's prototype")
-    orthogonality: float = Field(0.1, ge=0, description="weight of the term that holds prototypes apart")
-    cap: Literal["hard", "soft", "off"] = Field("hard", description="bound of −2 on log σ² of a posterior")
+    orthogonality: float = Field(0.1, ge=0, description="weight of the orthogonality loss of the prototypes")
+    cap: Literal["hard", "soft", "off"] = Field(
+        "hard", description="upper bound of −2 on log σ² of a posterior"
+    )
     logit_dropout: float = Field(
-        0.5, ge=0, lt=1, description="share of a step's pairs without the base model's log-odds"
+        0.5, ge=0, lt=1, description="share of the pairs of a step without the base model's log-odds"
     )
 
     def goal(self) -> Objective:
-        """The loss that clients minimise; a visit adds the temperature, and who the client is."""
+        """The loss that clients minimise, without the settings that depend on the visit."""
         kinds = {"prior": float(PRIORS.index(self.prior)), "capped": float(CAPS.index(self.cap))}
         names = ("beta", "pull", "orthogonality", "logit_dropout", "samples")
         values = {name: float(getattr(self, name)) for name in names}
@@ -98,7 +100,7 @@ class Settings(TasteSettings):
 
 
 def needs(settings: Settings) -> frozenset[str]:
-    """The variational selector's parts; prototypes, and a start below the cap, where these are used."""
+    """The parts of a variational selector and, if enabled, prototypes and an initial value below the cap."""
     return taste_parts(settings, prototypes=settings.prototypes, cap=settings.cap != "off")
 
 
@@ -122,7 +124,10 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             objective = Objective(LATENT.name, {**settings.goal().settings, **who})
             return tastes.work(trainer, private, download, objective=objective)
         if len(download.tensors[PEERS]["peers/present"]) != len(now.weights):
-            raise ValueError("the server's posteriors are not of as many clients as this one knows of")
+            raise ValueError(
+                f"the server sent posteriors of {len(download.tensors[PEERS]['peers/present'])} clients, but "
+                f"there are {len(now.weights)}"
+            )
         who["own"] = float(sorted(now.weights).index(trainer.client))
         who["temperature"] = temperature(
             now.number, now.rounds, settings.first_temperature, settings.last_temperature
@@ -170,12 +175,12 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
 
 def _labels(server: State) -> dict[str, int]:
-    """Client → the number of its prototype; empty before the first merge."""
+    """Return client → index of its prototype; empty before the first merge."""
     return cast("dict[str, int]", server.values.get("labels", {}))
 
 
 def _first_trust(settings: Settings, now: Round) -> Tensors:
-    """Log π of a client's first visit: one number for each member, itself included."""
+    """Return the initial log π of a client: one number per client, including itself."""
     sizes = [now.weights[client] for client in sorted(now.weights)]
     uniform = settings.trust_start == "uniform"
     logits = [0.0 if uniform else math.log(size / sum(sizes)) for size in sizes]

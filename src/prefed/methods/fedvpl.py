@@ -1,17 +1,17 @@
-"""FedVPL: a selector whose reward depends on a latent taste z of each client (arXiv:2605.30873).
+"""FedVPL: a selector with a reward that depends on the latent taste z of each client (arXiv:2605.30873).
 
 The baseline of FedVPA-GP: variational preference learning (VPL, arXiv:2408.10075) with federated averaging.
-In a round::
+In every round::
 
     server   samples a cohort S and broadcasts φ
-    client   φ_i ← φ; K local steps. A step draws a batch and a context, which have no pair in common:
+    client   φ_i ← φ; K local steps. Each draws a batch and a disjoint context:
                  z ~ q(z | context) = N(μ, σ²);  loss = −log σ(b + r(y_w, z) − r(y_l, z)) + β KL(q ‖ N(0, I))
              sends φ_i, and its posterior under φ over contexts of all its pairs,
                  μ̄ = mean μ, σ̄² = mean σ² + Var μ
     server   φ ← Σ_{i∈S} p_i φ_i
 
-b is what the frozen model gives: its log-odds of the chosen response.
-A client judges at z = μ̄ of its own training pairs. A client that never took part infers z from a few pairs.
+b is the log-odds of the chosen response under the frozen model. A client judges with z = μ̄ of its training
+pairs. A newcomer infers z from a few pairs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Local only: each client trains its own model on its own pairs, and nothing travels.
+"""Local training: each client trains its own model on its own pairs, as a baseline.
 
-DPO (Rafailov et al. 2023, arXiv:2305.18290), eq. 7, on one client's pairs. Taking part in a federation is
-worth its trouble for a client where it beats this. All tensors are personal. Clients report their mean
-training loss alone.
+DPO (Rafailov et al. 2023, arXiv:2305.18290), eq. 7. All tensors are personal. Clients send only their mean
+training loss.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ SOURCE = "DPO (arXiv:2305.18290), eq. 7, on each client alone"
 
 
 class Settings(LocalSettings):
-    """Settings of training alone."""
+    """Settings of local training."""
 
 
 needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
-    """Training alone over ``layout``. There is nothing to merge: no rule of ``aggregator`` is used."""
+    """Local training over ``layout``, regardless of the merge rule."""
     fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lambda entry: True)
 
     def init_server(initial: Tensors) -> State:
@@ -43,14 +42,11 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def publish(server: State, client: str) -> Download:
         return Download()
 
-    def nothing(client: str, now: Round) -> dict[str, Layout]:
-        return {}
-
     train = fedavg.exchange(
         send=send,
         work=work,
         merge=merge,
-        groups=nothing,
+        groups=lambda client, now: {},
         figures=lr_schedule.announce,
         late=fedavg.late(averages=False),
     )

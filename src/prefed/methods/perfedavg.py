@@ -1,4 +1,4 @@
-"""Per-FedAvg: a shared start from which a few steps adapt to any client (Fallah et al. 2020).
+"""Per-FedAvg: a shared initial model that adapts to any client in a few steps (Fallah et al. 2020).
 
 Algorithm 1 of arXiv:2002.07948, in every round, with K inner steps of rate α and an outer step of rate η::
 
@@ -8,12 +8,11 @@ Algorithm 1 of arXiv:2002.07948, in every round, with K inner steps of rate α a
     server   w ← Σ_{i∈S} p_i w_i
     to predict, a client takes K inner steps from w on its training pairs
 
-First order: g = ∇L(θ; D').  HF: g = Π_k (I − α ∇²L(θ_k; D''_k)) ∇L(θ; D') over the points θ_k at which inner
-steps began. A product with a Hessian is taken as [∇L(θ_k + h v) − ∇L(θ_k − h v)] / 2h.
+First order: g = ∇L(θ; D'). HF: g = Π_k (I − α ∇²L(θ_k; D''_k)) ∇L(θ; D') over the starting points θ_k of the
+inner steps. Hessian-vector products are computed as [∇L(θ_k + h v) − ∇L(θ_k − h v)] / 2h.
 
-With AdamW, as in FedPDPO's experiments, the K inner steps have an AdamW that is new at each θ ← w_i. The
-outer steps have another AdamW, which takes ∇L(θ; D') as the gradient at w_i. Its moments go on from outer
-step to outer step.
+With AdamW, as in FedPDPO's experiments, the inner steps start with a new AdamW at each θ ← w_i. The outer
+steps share another AdamW, which uses ∇L(θ; D') as the gradient at w_i.
 """
 
 from __future__ import annotations
@@ -32,36 +31,35 @@ from prefed.methods.base import VALUE, BaselineSettings, FedAvgBase, PersonalSet
 SOURCE = "Per-FedAvg (arXiv:2002.07948), algorithm 1"
 Gradient = Callable[[Tensors, str], "tuple[Tensors, float]"]
 OuterStep = tuple[Tensors, float, "Moments | None"]
-"""The model after an outer step, the loss where its gradient was taken, and the optimiser's moments."""
+"""The model after an outer step, the loss at its gradient, and the moments of the optimiser."""
 
 
 class Settings(PersonalSettings, BaselineSettings):
     """Settings of Per-FedAvg.
 
-    ``local_steps`` is the number of outer steps. ``local_epochs`` counts the passes of all steps, inner and
-    outer. Clipping bounds the gradient of each inner and each outer step.
+    ``local_steps`` is the number of outer steps. ``local_epochs`` counts passes of both inner and outer
+    steps. Clipping applies to each inner and outer step.
 
     >>> Settings().weight_decay, Settings(optimizer="adamw").weight_decay
     (0.0, 0.01)
     """
 
-    lr: float = Field(1e-3, gt=0, description="rate of the outer steps")
-    inner_lr: float = Field(0.01, gt=0, description="rate of the inner steps; no schedule changes it")
-    inner_steps: int = Field(5, ge=1, description="inner steps before each outer one, and before predicting")
+    lr: float = Field(1e-3, gt=0, description="learning rate of the outer steps")
+    inner_lr: float = Field(0.01, gt=0, description="constant learning rate of the inner steps")
+    inner_steps: int = Field(5, ge=1, description="inner steps before each outer step and before predictions")
     variant: Literal["first_order", "hf"] = Field(
-        "first_order", description="first_order leaves the Hessian out; hf takes its products by differences"
+        "first_order", description="first_order ignores the Hessian; hf uses Hessian-vector products"
     )
     difference: float = Field(
         1e-3,
         gt=0,
-        description="for hf: distance at which the two gradients of a Hessian product are taken; 0.1 for a "
-        "frozen model in bfloat16, whose rounding drowns a shorter one",
+        description="for hf: step size of the finite differences; use 0.1 for a frozen model in bfloat16",
     )
     optimizer: Literal["sgd", "adamw"] = Field(
-        "sgd", description="of inner and outer steps alike: sgd, plain gradient steps, or adamw"
+        "sgd", description="optimiser of inner and outer steps: plain sgd, or adamw"
     )
     weight_decay: float = Field(
-        0.0, ge=0, description="weight decay of inner and outer steps; left out with adamw, 0.01"
+        0.0, ge=0, description="weight decay of inner and outer steps; default with adamw: 0.01"
     )
 
     @model_validator(mode="before")
@@ -73,16 +71,13 @@ class Settings(PersonalSettings, BaselineSettings):
     @model_validator(mode="after")
     def _plain(self) -> Settings:
         if self.optimizer == "sgd" and (self.momentum or self.weight_decay):
-            raise ValueError("steps of sgd are plain here: leave momentum and weight_decay at 0")
+            raise ValueError("optimizer 'sgd' requires momentum = 0 and weight_decay = 0")
         if self.optimizer == "adamw" and self.variant == "hf":
             raise ValueError(
-                "variant 'hf' is the derivative through plain inner steps: use optimizer 'sgd', or variant "
-                "'first_order' with 'adamw'"
+                "variant 'hf' requires optimizer 'sgd'; use variant 'first_order' with optimizer 'adamw'"
             )
         if self.ppo and self.variant == "hf":
-            raise ValueError(
-                "objective 'ppo' has no Hessian to take products with; use variant 'first_order'"
-            )
+            raise ValueError("variant 'hf' does not support objective 'ppo'; use variant 'first_order'")
         return self
 
 
@@ -103,7 +98,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         theta = trainer.train(w, inner(trainer, download, f"inner/{number}", settings.inner_steps)).tensors
         phase = fedavg.phase(trainer, download, f"outer/{number}", steps=1, moments=moments)
         optimizer = phase.optimizer
-        # The optimiser makes its step from ∇L(θ) at θ. w takes that step, and its own weight decay.
+        # Take the optimiser step at θ, then apply it to w with the weight decay of w.
         after = trainer.train(theta, replace(phase, optimizer=replace(optimizer, weight_decay=0.0)))
         trainable = fedavg.trainable(trainer.round)
         decayed = w.select(trainable) * (1 - optimizer.lr * optimizer.weight_decay)
@@ -114,7 +109,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def second_order(
         trainer: ClientTrainer, download: Download, w: Tensors, number: int, moments: Moments | None
     ) -> OuterStep:
-        """As :func:`first_order`, with the Hessians of the inner steps."""
+        """Like :func:`first_order`, with the Hessians of the inner steps."""
         trainable, points = fedavg.trainable(trainer.round), [w]
         for step in range(settings.inner_steps):
             phase = inner(trainer, download, f"inner/{number}/{step}", 1)
@@ -132,7 +127,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return w.replace(w.select(trainable) - g * fedavg.rate(trainer, download, settings.lr)), loss, moments
 
     def hessian(gradient: Gradient, at: Tensors, v: Tensors, name: str) -> Tensors:
-        """∇²L(at) v. Both gradients have one name, so that their batch and dropout are the same."""
+        """∇²L(at) v. Both gradients have the same name, and thus the same batch and dropout."""
         length = v.norm()
         if not length:
             return v

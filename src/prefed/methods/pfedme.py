@@ -5,7 +5,7 @@ Algorithm 1, in every round, with R local rounds::
     server   samples a cohort S and broadcasts w
     client   w_i ← w; R times:  θ_i ≈ argmin_θ L_i(θ) + λ/2 ‖θ − w_i‖²  by K steps from the last θ_i
                                 w_i ← w_i − η λ (w_i − θ_i)
-    server   w ← (1 − β) w + β Σ_{i∈S} p_i w_i;  θ_i stays with the client, which predicts with it
+    server   w ← (1 − β) w + β Σ_{i∈S} p_i w_i;  θ_i stays with the client and is used for predictions
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ SOURCE = "pFedMe (arXiv:2006.08848), algorithm 1"
 class Settings(PersonalSettings, LocalSettings):
     """Settings of pFedMe.
 
-    ``local_steps`` is the number of local rounds R. ``local_epochs`` counts the passes of all their steps.
+    ``local_steps`` is the number of local rounds R. ``local_epochs`` counts passes of all their steps.
     """
 
-    lr: float = Field(1e-4, gt=0, description="learning rate of the inner problem's optimiser")
-    lam: float = Field(1.0, gt=0, description="strength of the own model's pull towards the shared one")
-    inner_steps: int = Field(5, ge=1, description="optimiser steps K on the inner problem in a local round")
+    lr: float = Field(1e-4, gt=0, description="learning rate of the inner problem")
+    lam: float = Field(1.0, gt=0, description="strength of the pull towards the shared model")
+    inner_steps: int = Field(5, ge=1, description="optimiser steps K on the inner problem per local round")
     outer_lr: float = Field(
         0.5,
         gt=0,
-        description="rate of the shared model's step towards the own one: each moves it by outer_lr x lam",
+        description="learning rate of the shared model, which moves by outer_lr x lam of the way to the "
+        "personal one per local round",
     )
     server_mixing: float = Field(
-        1.0, gt=0, description="how far the server goes from its model to the clients' mean; 1 takes the mean"
+        1.0, gt=0, description="weight of the clients' mean in the next server model; 1: only the mean"
     )
 
     @model_validator(mode="after")
     def _no_overshoot(self) -> Settings:
         if self.outer_lr * self.lam > 1:
             raise ValueError(
-                f"a local round moves the shared model by outer_lr x lam = {self.outer_lr * self.lam:g} of "
-                "the way to the own one: make it at most 1"
+                f"outer_lr x lam must be at most 1, not {self.outer_lr * self.lam:g}, which would move the "
+                "shared model past the personal one"
             )
         return self
 
@@ -69,12 +70,12 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     """PFedMe over ``layout``.
 
     Raises:
-        ValueError: a LoRA rule that sets the product of the factors is to be mixed with the old factors.
+        ValueError: ``server_mixing`` cannot be combined with the LoRA rule.
     """
     if settings.server_mixing != 1 and aggregator.config.lora in ("fedex", "flexlora"):
         raise ValueError(
-            f"lora {aggregator.config.lora!r} makes the server's product the mean of the clients' products, "
-            "which server_mixing would undo; leave it at 1"
+            f"lora {aggregator.config.lora!r} cannot be combined with server_mixing, which would change the "
+            "mean of the products BA; set server_mixing to 1"
         )
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
@@ -101,5 +102,5 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
 
 
 def _towards(start: Tensors, end: Tensors, share: float) -> Tensors:
-    """``start`` moved by ``share`` of the way to ``end``; with 1 that is ``end`` bit for bit."""
+    """Interpolate from ``start`` (share 0) to ``end`` (share 1, exact)."""
     return Tensors(start.layout, torch.lerp(start.flat, end.flat, share))

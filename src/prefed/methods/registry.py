@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MethodKind:
-    """A method before it is given a model. Its module is imported when it is first needed.
+    """A method without a model. Its module is imported on first use.
 
     Attributes:
-        name: as in ``[method] name``, and of the module in this folder.
-        title: one line for lists.
-        personal: with default settings and merge rules, each client ends with a model of its own.
-        rounds: what ``prefed init`` writes as ``rounds``; ``None``: the default of an experiment.
-        serverless: it runs on a graph of neighbours: with the default graph where ``[graph]`` is left out.
+        name: value of ``[method] name``, and the name of the module.
+        title: one-line description.
+        personal: by default, each client gets a personal model.
+        rounds: value of ``rounds`` written by ``prefed init``; ``None`` for the default of an experiment.
+        serverless: the method runs on a graph of neighbours, by default the default ``[graph]``.
     """
 
     name: str
@@ -38,25 +38,25 @@ class MethodKind:
 
     @property
     def source(self) -> str:
-        """Paper and equation or algorithm."""
+        """The paper, and the equation or algorithm."""
         return str(self._module.SOURCE)
 
     @property
     def Settings(self) -> type[TrainingSettings]:  # noqa: N802
-        """The record of its settings; every field has a default and a description."""
+        """The class of the settings. Every field has a default and a description."""
         settings: type[TrainingSettings] = self._module.Settings
         return settings
 
     @property
     def reads(self) -> Literal["policy", "choice"]:
-        """What its models give a pair; see :class:`~prefed.core.Method`."""
+        """The type of the models; see :class:`~prefed.core.Method`."""
         return self.Settings.reads
 
     @property
     def needs(self) -> Callable[[Any], frozenset[str]]:
-        """Settings → the parts that the model must have, e.g. ``{"lora"}``.
+        """A function from settings to required parts of the model, e.g. ``{"lora"}``.
 
-        A merge rule may need more: :func:`prefed.merge.lora.needs`.
+        The merge rule may require more: :func:`prefed.merge.lora.needs`.
         """
         needs: Callable[[Any], frozenset[str]] = self._module.needs
         return needs
@@ -76,30 +76,25 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
             MethodKind(
                 "decdpo", "DPO without a server: each client mixes with its neighbours", serverless=True
             ),
-            MethodKind("fedsft", "federated averaging of fine-tuning on the chosen responses"),
-            MethodKind("fedprox", "FedDPO with clients held near the shared model"),
+            MethodKind("fedsft", "supervised fine-tuning on the chosen responses with federated averaging"),
+            MethodKind("fedprox", "FedDPO with a proximal term towards the shared model"),
             MethodKind("scaffold", "FedDPO with control variates against client drift"),
-            MethodKind("centralized", "DPO on everybody's pairs in one place (the oracle)"),
-            MethodKind("local", "every client alone: nothing travels", personal=True),
+            MethodKind("centralized", "DPO on the pooled pairs of all clients"),
+            MethodKind("local", "DPO on each client without communication", personal=True),
             MethodKind("fedpdpo", "shared LoRA; personal bottleneck, head and reward head", personal=True),
             MethodKind("fedper", "LoRA shared in the first blocks, personal in the others", personal=True),
-            MethodKind("fedrep", "shared LoRA and a personal head, trained in turn", personal=True),
-            MethodKind("perfedavg", "a shared start that adapts in a few steps", personal=True),
+            MethodKind("fedrep", "shared LoRA and a personal head, trained alternately", personal=True),
+            MethodKind("perfedavg", "a shared initial model that adapts in a few steps", personal=True),
             MethodKind("fedamp", "each client receives its own mixture of all models", personal=True),
             MethodKind("fedsdg", "a shared and a personal LoRA with a gate per block", personal=True),
-            MethodKind("ditto", "FedDPO beside a model of one's own, held near it", personal=True),
+            MethodKind("ditto", "FedDPO with a personal model pulled towards the shared one", personal=True),
             MethodKind("pfedme", "averaging over Moreau envelopes of the clients' losses", personal=True),
-            MethodKind("fedala", "each client weighs what it takes over, layer by layer", personal=True),
-            MethodKind("fedbn", "FedDPO with norms of one's own", personal=True),
-            MethodKind("fedbis", "averaging of a selector, which judges pairs"),
-            MethodKind("fedbiscuit", "a selector for each cluster of clients"),
-            MethodKind("fedvpl", "a selector with a latent taste", personal=True, rounds=60),
-            MethodKind(
-                "fedvpa",
-                "a selector whose clients learn from each other's tastes",
-                personal=True,
-                rounds=60,
-            ),
+            MethodKind("fedala", "layer-wise weights between shared and personal models", personal=True),
+            MethodKind("fedbn", "FedDPO with personal norm layers", personal=True),
+            MethodKind("fedbis", "federated averaging of a selector that judges pairs"),
+            MethodKind("fedbiscuit", "one selector per cluster of clients"),
+            MethodKind("fedvpl", "a selector with a latent taste per client", personal=True, rounds=60),
+            MethodKind("fedvpa", "FedVPL with shared posteriors and prototypes", personal=True, rounds=60),
         )
     }
 )

@@ -8,11 +8,11 @@ Algorithm 1 with option II, in every round, K local steps of rate η::
              sends φ_i and Δc_i = c_i⁺ − c_i;  c_i ← c_i⁺ stays with the client
     server   φ ← the mean of the φ_i,  c ← c + Σ_{i∈S} p_i Δc_i,  p_i = n_i / Σ_{all clients} n, or 1/N
 
-A robust merge rule makes φ of the φ_i. It is applied to the Δc_i too (:meth:`Aggregator.robust_steps`):
+Robust merge rules also apply to the Δc_i (:meth:`Aggregator.robust_steps`):
 
-- ``median`` and ``trimmed_mean`` make one step of the Δc_i, and c moves by it times Σ_{i∈S} p_i.
-- ``krum`` and ``multi_krum`` choose some of the Δc_i. Their p_i are scaled up to the sum Σ_{i∈S} p_i.
-- ``norm_clip`` shortens each Δc_i that is longer than their median length, and keeps the p_i.
+- ``median`` and ``trimmed_mean`` compute one step from the Δc_i, and c moves by it times Σ_{i∈S} p_i.
+- ``krum`` and ``multi_krum`` select some of the Δc_i and scale their p_i up to the sum Σ_{i∈S} p_i.
+- ``norm_clip`` clips the Δc_i to their median norm, and keeps the p_i.
 """
 
 from __future__ import annotations
@@ -30,23 +30,27 @@ SOURCE = "SCAFFOLD (arXiv:1910.06378), algorithm 1, option II"
 
 
 class Settings(LocalSettings):
-    """Settings of SCAFFOLD, whose control variates need plain SGD.
+    """Settings of SCAFFOLD. Control variates require plain SGD.
 
-    (φ − φ_i) / (K η) is the mean of the visit's gradients only without momentum, weight decay and clipping.
-    The first two are refused, and clipping is off by default.
+    (φ − φ_i) / (K η) is the mean gradient of the visit only without momentum, weight decay and clipping. The
+    first two are refused, and clipping is off by default.
     """
 
-    lr: float = Field(0.1, gt=0, description="learning rate η of the clients' SGD")
-    optimizer: Literal["sgd"] = Field("sgd", description="local optimiser: control variates need plain SGD")
-    weight_decay: float = Field(0.0, ge=0, description="0: control variates need plain SGD")
+    lr: float = Field(0.1, gt=0, description="learning rate η of the local SGD")
+    optimizer: Literal["sgd"] = Field(
+        "sgd", description="local optimiser; control variates require plain SGD"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="must be 0; control variates require plain SGD")
     clip: float = Field(
-        0.0, ge=0, description="bound on the corrected gradient's Euclidean norm; 0 for none, as in the paper"
+        0.0,
+        ge=0,
+        description="bound on the Euclidean norm of the corrected gradient; 0 for none, as in the paper",
     )
 
     @model_validator(mode="after")
     def _plain(self) -> Settings:
         if self.momentum or self.weight_decay:
-            raise ValueError("control variates need plain SGD: leave momentum and weight_decay at 0")
+            raise ValueError("control variates require plain SGD: set momentum and weight_decay to 0")
         return self
 
 
@@ -83,7 +87,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         return upload, fedavg.keep(private, result.tensors).update({"control": control})
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        # c is the mean Σ p_i c_i over all N clients, with the weights of φ's mean: 1/N if these are uniform.
+        # c is the mean Σ p_i c_i over all N clients, with p_i = 1/N for uniform weights.
         replies, everyone = sort_uploads(uploads), sum(now.weights.values())
         if aggregator.config.weights == "uniform":
             shares = [1 / len(now.weights)] * len(replies)
@@ -100,7 +104,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         (model,) = fedavg.groups(client, now).values()
         return {"model": model, "control": model}
 
-    # A control variate corrects the drift from the model that it was computed at.
+    # A control variate is only valid for the model at which it was computed.
     late = fedavg.late(averages=False)
     train = fedavg.exchange(send=send, work=work, merge=merge, groups=groups, steps={"control"}, late=late)
     return fedavg.method("scaffold", SOURCE, train, init_server=init_server, init_client=init_client)

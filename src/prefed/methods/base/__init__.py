@@ -1,4 +1,4 @@
-"""What method files are written with: the usual moves of a round, settings, schedules, offline PPO."""
+"""Building blocks of methods: the steps of a FedAvg round, settings, learning-rate schedules, selectors."""
 
 from prefed.methods.base.fedavg import FedAvgBase, to_neighbours
 from prefed.methods.base.selector import Selectors

@@ -1,7 +1,7 @@
-"""The usual moves of a federated round, those of FedAvg, with which method files are written.
+"""The steps of a FedAvg round, from which methods are built.
 
-They come with two changes to any method: optimisers that resume where a client's last visit left them, and
-neighbours instead of a server.
+Also two transformations of any method: optimisers that keep their state between visits, and neighbours
+instead of a server.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from prefed.methods.base.settings import VALUE, TrainingSettings
 
 
 class _KeepingTrainer:
-    """A client's trainer whose phases start with the optimiser state of the phases before them.
+    """A client trainer that restores the optimiser state of earlier phases of the same name.
 
-    Phases ``inner/0``, ``inner/1`` share one optimiser. Under RoLoRA a phase trains one set of tensors in
-    odd rounds and another in even rounds; then each set has an optimiser.
+    Phases ``inner/0``, ``inner/1`` share one optimiser. If a phase alternates between sets of tensors, as
+    under RoLoRA, each set has its own optimiser.
     """
 
     def __init__(self, trainer: ClientTrainer, private: State) -> None:
@@ -58,7 +58,7 @@ class _KeepingTrainer:
         return result
 
     def _moments(self, phase: Phase) -> tuple[str, Moments]:
-        """The name of the optimiser of ``phase``, and what it remembers."""
+        """Return the name and the state of the optimiser of ``phase``."""
         first = OPTIMIZER + phase.name.partition("/")[0]
         for number in itertools.count(1):
             name = first if number == 1 else f"{first}+{number}"
@@ -72,7 +72,7 @@ class _KeepingTrainer:
         return name, Moments()
 
     def keep(self, state: State) -> State:
-        """``state`` with the optimisers' state, which never leaves the client."""
+        """Add the optimiser state, which never leaves the client, to ``state``."""
         return state.update(
             {name: group for name, group in self._private.tensors.items() if name.startswith(OPTIMIZER)},
             {name: value for name, value in self._private.values.items() if name.startswith(OPTIMIZER)},
@@ -80,7 +80,7 @@ class _KeepingTrainer:
 
 
 def keep_optimizer_state(exchange: Exchange) -> Exchange:
-    """``exchange`` with the state of local optimisers kept in the client's private state."""
+    """Keep the state of local optimisers in the private state of the client."""
 
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
         keeping = _KeepingTrainer(trainer, private)
@@ -91,14 +91,20 @@ def keep_optimizer_state(exchange: Exchange) -> Exchange:
 
 
 @dataclass(frozen=True)
-class FedAvgServer:
-    """Which tensors a method shares, and what the server does with them.
+class FedAvgBase:
+    """The steps of a FedAvg round. A method replaces those in which it differs.
 
-    The server's state holds the shared tensors φ, in one group, and whatever the merge rule keeps.
+    The server state contains the group of the shared tensors φ, and the state of the merge rule. The private
+    state of a client contains the group ``"personal"`` if any tensor is personal, and the group ``"own"`` if
+    the method gives each client its own model in addition to the shared one.
 
     Attributes:
-        group: the name of φ's group in the server's state and in messages.
-        apart: parts of the model that are no part of φ, though they are shared: they neither train nor merge.
+        settings: the settings of the method.
+        aggregator: merges uploads.
+        rounds: number of rounds of the run.
+        ownership: the owner of each tensor.
+        group: name of the group φ in the server state and in messages.
+        apart: shared parts of the model that are not in φ, so they neither train nor merge.
     """
 
     settings: TrainingSettings
@@ -108,75 +114,6 @@ class FedAvgServer:
     group: str = "model"
     apart: frozenset[str] = frozenset()
 
-    # Names of tensors
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """All shared tensors, the LoRA rule's residuals among them.
-
-        A model of a client's own consists of these. LoRA factors are worth nothing without the residual that
-        they were trained on.
-        """
-        return self._together(self.ownership.names(Owner.SHARED))
-
-    def _together(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of ``names`` that are not set apart."""
-        return tuple(name for name in names if self.aggregator.layout[name].part not in self.apart)
-
-    @property
-    def shared_trainable(self) -> tuple[str, ...]:
-        """The shared tensors that clients train in some round: all of them but the LoRA rule's residuals."""
-        return tuple(name for name in self.shared if self.aggregator.layout[name].part != lora.RESIDUAL)
-
-    def trainable(self, now: Round, *owners: Owner) -> tuple[str, ...]:
-        """The tensors of ``owners`` (default: shared and personal) that train in this round.
-
-        The LoRA rule may let some of the shared ones rest.
-        """
-        names = self._together(self.aggregator.trainable(self.ownership, now.number))
-        return tuple(name for name in names if not owners or self.ownership.owners[name] in owners)
-
-    # The server
-
-    def init_server(self, initial: Tensors) -> State:
-        """The shared tensors as they start, φ⁰."""
-        state = self.aggregator.init(initial.select(self.shared), self.group)
-        return state.update(values=lr_schedule.begin(self.settings))
-
-    def send(self, server: State, client: str, now: Round) -> Download:
-        """Broadcast: the shared tensors φ, and the learning-rate schedule's numbers."""
-        return Download({self.group: server.tensors[self.group]}, lr_schedule.announce(server))
-
-    def merge(
-        self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
-    ) -> State:
-        """φ ← the merge of the φ_i: their mean by n_i, unless ``[merge]`` or ``weigh`` says otherwise."""
-        names = self.trainable(now, Owner.SHARED)
-        merged = self.aggregator.merge(server, uploads, now, self.group, weigh, names)
-        return self.advance(merged, uploads)
-
-    def advance(self, server: State, uploads: Sequence[Upload]) -> State:
-        """The server's state with the learning-rate schedule advanced by one round."""
-        return lr_schedule.advance(server, uploads, robust=self.aggregator.config.rule != "mean")
-
-    def publish(self, server: State, client: str) -> Download:
-        """What predictions need of the server: φ."""
-        return Download({self.group: server.tensors[self.group]})
-
-    def figures(self, server: State) -> dict[str, float]:
-        """For the round log: the merge rule's own figures and, on a plateau schedule, the rate's factor."""
-        return {**self.aggregator.figures(server, self.group), **lr_schedule.announce(server)}
-
-
-@dataclass(frozen=True)
-class FedAvgBase(FedAvgServer):
-    """The usual moves of a federated round. A method file replaces those in which its method differs.
-
-    Those of the server are :class:`~prefed.methods.base.fedavg.FedAvgServer`'s. A client's private state
-    holds the group ``"personal"`` if any tensor is personal, and the group ``"own"`` if the method gives each
-    client a model of its own beside the shared one.
-    """
-
     @staticmethod
     def of(
         settings: TrainingSettings,
@@ -184,9 +121,9 @@ class FedAvgBase(FedAvgServer):
         rounds: int,
         personal: Callable[[Entry], bool] = lambda entry: False,
     ) -> FedAvgBase:
-        """A base in which ``personal`` names the personal tensors and the LoRA rule decides about the others.
+        """Return a base with personal tensors selected by ``personal``; the LoRA rule applies to the others.
 
-        PPO's critic is always personal.
+        The critic of PPO is always personal.
         """
 
         def owner(entry: Entry) -> Owner:
@@ -194,23 +131,77 @@ class FedAvgBase(FedAvgServer):
 
         return FedAvgBase(settings, aggregator, rounds, aggregator.ownership(owner))
 
+    # Names of tensors
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """All shared tensors, including the residuals of the LoRA rule."""
+        return self._without_apart(self.ownership.names(Owner.SHARED))
+
+    def _without_apart(self, names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(name for name in names if self.aggregator.layout[name].part not in self.apart)
+
+    @property
+    def shared_trainable(self) -> tuple[str, ...]:
+        """All shared tensors that clients train in some round, i.e. without residuals."""
+        return tuple(name for name in self.shared if self.aggregator.layout[name].part != lora.RESIDUAL)
+
+    def trainable(self, now: Round, *owners: Owner) -> tuple[str, ...]:
+        """Return the tensors of ``owners`` (default: shared and personal) that train in this round.
+
+        The LoRA rule may pause some shared tensors.
+        """
+        names = self._without_apart(self.aggregator.trainable(self.ownership, now.number))
+        return tuple(name for name in names if not owners or self.ownership.owners[name] in owners)
+
+    # The server
+
+    def init_server(self, initial: Tensors) -> State:
+        """Initialise the shared tensors φ⁰."""
+        state = self.aggregator.init(initial.select(self.shared), self.group)
+        return state.update(values=lr_schedule.begin(self.settings))
+
+    def send(self, server: State, client: str, now: Round) -> Download:
+        """Broadcast the shared tensors φ and the state of the learning-rate schedule."""
+        return Download({self.group: server.tensors[self.group]}, lr_schedule.announce(server))
+
+    def merge(
+        self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
+    ) -> State:
+        """Merge the φ_i into φ: by default their mean, weighted by n_i."""
+        names = self.trainable(now, Owner.SHARED)
+        merged = self.aggregator.merge(server, uploads, now, self.group, weigh, names)
+        return self.advance(merged, uploads)
+
+    def advance(self, server: State, uploads: Sequence[Upload]) -> State:
+        """Advance the learning-rate schedule by one round."""
+        return lr_schedule.advance(server, uploads, robust=self.aggregator.config.rule != "mean")
+
+    def publish(self, server: State, client: str) -> Download:
+        """Return φ, for predictions."""
+        return Download({self.group: server.tensors[self.group]})
+
+    def figures(self, server: State) -> dict[str, float]:
+        """Return metrics for the round log: those of the merge rule and the factor of a plateau schedule."""
+        return {**self.aggregator.figures(server, self.group), **lr_schedule.announce(server)}
+
     # The client
 
     def init_client(self, initial: Tensors, client: str) -> State:
-        """The personal tensors as they start."""
+        """Initialise the personal tensors."""
         return self.keep(State(), initial)
 
     def start(self, trainer: ClientTrainer, private: State, download: Download) -> Tensors:
-        """The client's model at the start of a visit, and in predictions: φ and its personal tensors."""
+        """Return the model at the start of a visit, and for predictions: φ and the personal tensors."""
         groups = download.tensors.get(self.group), private.tensors.get("personal")
         return trainer.assemble(*(group for group in groups if group is not None))
 
     def work(
         self, trainer: ClientTrainer, private: State, download: Download, **changes: Any
     ) -> tuple[Upload, State]:
-        """A visit: train φ_i ← φ and the personal tensors together; send φ_i, keep the personal tensors.
+        """Visit: train φ_i ← φ and the personal tensors together, and send φ_i.
 
-        ``changes`` are those of :meth:`phase`.
+        ``changes`` are passed to :meth:`phase`.
         """
         start = self.start(trainer, private, download)
         result = trainer.train(start, self.phase(trainer, download, **changes))
@@ -225,32 +216,33 @@ class FedAvgBase(FedAvgServer):
         train: Sequence[str] | None = None,
         **changes: Any,
     ) -> Phase:
-        """The phase that the settings describe, at this round's learning rates.
+        """Return the phase according to the settings, with the learning rates of this round.
 
         Args:
-            name: names the phase's randomness.
-            train: the tensors that train; all that may train in this round unless given.
-            changes: as :meth:`TrainingSettings.phase` takes them. Their learning rates are a first round's;
-                the schedule scales them as it scales ``lr`` of the settings.
+            trainer: the client trainer.
+            download: the download, with the state of the learning-rate schedule.
+            name: name of the phase and its randomness.
+            train: tensors to train, by default all that train in this round.
+            changes: arguments of :meth:`TrainingSettings.phase`. The schedule scales all learning rates.
         """
         names = self.trainable(trainer.round) if train is None else train
         phase = self.settings.phase(name, names, **changes)
         return phase.at_rates(lambda rate: self.rate(trainer, download, rate))
 
     def rates(self, **parts: float) -> dict[str, float]:
-        """Learning rates by tensor, from learning rates by part of the model: ``rates(head=1e-4)``."""
+        """Convert learning rates by part of the model, ``rates(head=1e-4)``, to learning rates by tensor."""
         return {
             entry.name: parts[entry.part] for entry in self.aggregator.layout.entries if entry.part in parts
         }
 
     def rate(self, trainer: ClientTrainer, download: Download, lr: float) -> float:
-        """This round's learning rate, where ``lr`` is the first round's."""
+        """Return the learning rate of this round, given that of the first round."""
         return lr_schedule.rate(lr, self.settings, trainer.round, self.rounds, download.scalars)
 
     def repeats(self, trainer: ClientTrainer, steps: int) -> int:
-        """How often a visit repeats a loop of ``steps`` optimiser steps.
+        """Return how often a visit repeats a loop of ``steps`` optimiser steps.
 
-        ``local_steps`` times, or as often as the steps of ``local_epochs`` passes make necessary.
+        It is ``local_steps``, or enough to cover ``local_epochs`` passes.
         """
         s = self.settings
         if s.local_epochs is None:
@@ -260,43 +252,42 @@ class FedAvgBase(FedAvgServer):
         return math.ceil(total / steps)
 
     def share(self, tensors: Tensors, now: Round) -> Tensors:
-        """The shared tensors that train in this round: what a client sends."""
+        """Return the shared tensors that train in this round, for an upload."""
         return tensors.select(self.trainable(now, Owner.SHARED))
 
     def upload(self, trainer: ClientTrainer, tensors: Tensors, loss: float) -> Upload:
-        """φ_i, taken from ``tensors``, and the visit's mean training loss."""
+        """Return an upload of φ_i, taken from ``tensors``, and the mean training loss of the visit."""
         return trainer.upload({self.group: self.share(tensors, trainer.round)}, {"loss": loss})
 
     def groups(self, client: str, now: Round) -> dict[str, Layout]:
-        """The groups of tensors in an upload of this round, as :meth:`upload` makes it."""
+        """Return the groups of tensors in an upload of this round."""
         return {self.group: self.aggregator.layout.select(self.trainable(now, Owner.SHARED))}
 
     def keep(self, private: State, tensors: Tensors) -> State:
-        """The client's next private state: its personal tensors, taken from ``tensors``."""
+        """Store the personal tensors, taken from ``tensors``, in the private state."""
         personal = self.ownership.select(tensors, Owner.PERSONAL)
         return private.update({"personal": personal}) if personal else private
 
     def keep_own(self, private: State, tensors: Tensors) -> State:
-        """As :meth:`keep`, and the client's own copy of the shared tensors, for :meth:`predict_own`."""
+        """Store the personal tensors, and a copy of the shared tensors for :meth:`predict_own`."""
         return self.keep(private, tensors).update({"own": tensors.select(self.shared)})
 
     def predict_own(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-        """The client's own model. Before its first visit that is the model as published."""
+        """Return the client's own model or, before its first visit, the published model."""
         model, own = self.start(trainer, private, published), private.tensors.get("own")
         return model if own is None else model.replace(own)
 
     def adapt(
         self, trainer: ClientTrainer, published: Download, steps: int, *, pull: float = 0.0, **changes: Any
     ) -> Tensors:
-        """A newcomer's model: the published one after ``steps`` steps of all that may train.
-
-        A newcomer trains at the rates of a first round.
+        """Return the model of a newcomer: the published model after ``steps`` steps on all trainable tensors.
 
         Args:
-            published: the shared tensors. Personal tensors start as every client's did.
-            steps: optimiser steps, at least 1.
-            pull: strength of a pull towards the published tensors.
-            changes: as :meth:`TrainingSettings.phase` takes them.
+            trainer: trainer of the newcomer.
+            published: the shared tensors. Personal tensors have their initial values.
+            steps: optimiser steps, at least 1, with the learning rates of the first round.
+            pull: strength of the pull towards the published tensors.
+            changes: arguments of :meth:`TrainingSettings.phase`.
         """
         start = self.start(trainer, State(), published)
         if pull:
@@ -304,18 +295,17 @@ class FedAvgBase(FedAvgServer):
         train = (*self.shared_trainable, *self.ownership.names(Owner.PERSONAL))
         return trainer.train(start, self.settings.phase("newcomer", train, steps=steps, **changes)).tensors
 
-    # The whole
+    # The method
 
     def exchange(self, name: str = "train", *, steps: Collection[str] = (), **changes: Any) -> Exchange:
-        """An exchange of the usual moves, but for the fields of :class:`Exchange` that ``changes`` names.
+        """Return an exchange of these steps, with the fields of :class:`Exchange` in ``changes`` replaced.
 
-        An upload whose size is out of all proportion is not merged: see
-        :meth:`prefed.merge.Aggregator.with_size_check`. With ``optimizer_state = "kept"`` optimisers go on
-        where they stood at the client's last visit. Uploads may be late, unless the LoRA rule forbids it.
+        Oversized updates are refused, see :meth:`prefed.merge.Aggregator.with_size_check`. With
+        ``optimizer_state = "kept"``, optimisers resume from the last visit of the client.
 
         Args:
-            name: names the exchange and the randomness of its visits.
-            steps: the groups in which clients send a step of what the server holds under that name.
+            name: name of the exchange and of the randomness of its visits.
+            steps: groups in which clients send a step instead of new values.
             changes: e.g. ``work``, ``merge``, ``groups``.
         """
         moves: Mapping[str, Any] = {
@@ -332,11 +322,11 @@ class FedAvgBase(FedAvgServer):
         return keep_optimizer_state(exchange) if self.settings.optimizer_state == "kept" else exchange
 
     def late(self, averages: bool = True) -> Literal["refused", "model", "delta"]:
-        """How a late upload counts: as ``[merge]`` says, and model by default.
+        """Return how to merge late uploads: as configured in ``[merge]``, by default as models.
 
-        It is refused unless the method ``averages`` models. Three LoRA rules refuse it too: with ``rolora``
-        another round trained other tensors, with ``fedex`` the model has another residual by then, and with
-        ``flexlora`` the factors of two rounds have different bases.
+        They are refused unless the method ``averages`` models, and under three LoRA rules: ``rolora`` trains
+        other tensors in the next round, ``fedex`` changes the residual, and ``flexlora`` changes the basis of
+        the factors.
         """
         config = self.aggregator.config
         if not averages or config.lora in ("rolora", "fedex", "flexlora"):
@@ -344,7 +334,7 @@ class FedAvgBase(FedAvgServer):
         return config.late or "model"
 
     def method(self, name: str, source: str, *exchanges: Exchange, **changes: Any) -> Method:
-        """The method of the usual moves, but for the fields of :class:`Method` that ``changes`` names."""
+        """Return the method of these steps, with the fields of :class:`Method` in ``changes`` replaced."""
         parts = {self.aggregator.layout[n].part for n in self.ownership.names(Owner.PERSONAL)}
         moves: Mapping[str, Any] = {
             "init_server": self.init_server,
@@ -361,34 +351,34 @@ class FedAvgBase(FedAvgServer):
 
 
 def to_neighbours(method: Method, settings: TrainingSettings, merge: MergeConfig) -> Method:
-    """``method`` with each client as a server of its own, whose next state is a mix of models.
+    """Run ``method`` without a server: each client mixes its model with those of its neighbours.
 
-    A visit stays what it is: the client starts from its own model in the place of the server's, and keeps
-    what is personal. So any method can do without its server if all that its server does is to send a model
-    and to average models (Distributed DPO, arXiv:2605.20696, algorithm 2, does so with FedDPO).
+    Visits do not change, but start from the client's own model. This works for all methods with a server
+    that only broadcasts and averages models (for FedDPO: Distributed DPO, arXiv:2605.20696, algorithm 2).
 
     Args:
-        settings: of the method.
-        merge: the ``[merge]`` table that the method was built with.
+        method: the method.
+        settings: its settings.
+        merge: the ``[merge]`` table of the method.
 
     Raises:
-        ValueError: the method's server, or the table, does more than that.
+        ValueError: the server does more than average models.
     """
     (train, *others) = method.exchanges
     if others or method.pooled or train.to != "cohort" or train.late == "refused":
         raise ValueError(
-            f"{method.name}, with its settings and those of [merge], has a server that does more than "
-            "average models, so its clients cannot do without: leave out [graph], or take another method"
+            f"{method.name} with these settings needs a server that does more than average models; remove "
+            "[graph], or use another method"
         )
     if merge.rule != "mean" or merge.optimizer.name != "none" or merge.weights == "mass":
         raise ValueError(
-            "[graph]: clients mix their models by the weights of the graph: leave rule 'mean', weights "
-            "'samples' or 'uniform', and optimizer 'none' in [merge]"
+            "[graph] determines how models are mixed; in [merge], use rule 'mean', weights 'samples' or "
+            "'uniform', and optimizer 'none'"
         )
     if settings.schedule == "plateau":
         raise ValueError(
-            "[graph]: schedule 'plateau' follows the mean of all clients' losses, and without a server "
-            "nobody has it: use 'constant' or 'cosine'"
+            "schedule 'plateau' needs a server that knows the losses of all clients; use 'constant' or "
+            "'cosine', or remove [graph]"
         )
     alone = replace(train, to="neighbours", late="refused", max_ratio=merge.max_ratio)
     return replace(method, exchanges=(alone,))

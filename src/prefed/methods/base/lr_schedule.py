@@ -1,4 +1,4 @@
-"""Learning rates over the rounds."""
+"""Learning-rate schedules over rounds."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from prefed.core import Plain, Round, State, Upload
 from prefed.methods.base.settings import TrainingSettings
 
 DECAY = 0.8
-"""The plateau schedule's factor."""
+"""The factor of the plateau schedule."""
 
 
 def begin(settings: TrainingSettings) -> dict[str, Plain]:
-    """The schedule's values in the server's first state."""
+    """Return the initial state of the schedule."""
     return {"rate": 1.0, "last_loss": None} if settings.schedule == "plateau" else {}
 
 
 def announce(server: State) -> dict[str, float]:
-    """The schedule's numbers in a download: the plateau's factor, and none for other schedules."""
+    """Return the scalars of a download: the factor of a plateau schedule, otherwise nothing."""
     factor = server.values.get("rate")
     return {"rate": factor} if isinstance(factor, float) else {}
 
@@ -27,16 +27,17 @@ def announce(server: State) -> dict[str, float]:
 def rate(
     first: float, settings: TrainingSettings, now: Round, rounds: int, scalars: Mapping[str, float]
 ) -> float:
-    """This round's learning rate, where the first round's is ``first``.
+    """Return the learning rate of this round.
 
-    Cosine gives lr_min + ½ (first − lr_min)(1 + cos(π (t − 1) / T)) in round t of T. So the first round has
-    ``first``, and a round after the last would have lr_min. A rate below lr_min does not change.
+    For ``cosine`` it is lr_min + ½ (first − lr_min)(1 + cos(π (t − 1) / T)) in round t of T, or ``first`` if
+    that is below lr_min.
 
     Args:
-        first: the rate of the shared or of the personal tensors.
+        first: learning rate of the first round.
+        settings: the settings of the method.
         now: the round t.
         rounds: T.
-        scalars: those of the download, in which :func:`announce` put the plateau's factor.
+        scalars: scalars of the download, from :func:`announce`.
     """
     if settings.schedule == "cosine":
         low = min(settings.lr_min, first)
@@ -45,25 +46,23 @@ def rate(
 
 
 def advance(server: State, uploads: Sequence[Upload], *, robust: bool = False) -> State:
-    """The server's state after a round: the plateau's factor falls if the loss rose.
+    """Lower the factor of a plateau schedule if the loss increased since the last round.
 
-    The loss is the mean of the uploads' ``loss``, weighted by n_i. It is compared with the loss of the round
-    before. Uploads without a loss do not count.
+    The loss is the mean over uploads with a ``loss``, weighted by n_i.
 
     Args:
-        server: the state after the merge.
-        uploads: those that were merged.
-        robust: take the median of the losses instead of their mean, so that less than half of the clients
-            cannot choose everybody's rate.
+        server: server state after the merge.
+        uploads: the merged uploads.
+        robust: use the median of the losses, which a minority of clients cannot control.
     """
     factor, last = server.values.get("rate"), server.values.get("last_loss")
     losses = [(upload.weight, upload.scalars["loss"]) for upload in uploads if "loss" in upload.scalars]
-    # Sums are exact: the order in which replies came must not change a bit of the rate.
+    # Exact sums do not depend on the order of the uploads.
     weight = math.fsum(weight for weight, _ in losses)
     if not isinstance(factor, float) or weight <= 0:
         return server
     if robust:
-        # A client may send a whole number without a decimal point; the state holds a float.
+        # Clients may send an integer, but the state contains a float.
         loss = float(statistics.median(value for _, value in losses))
     else:
         loss = math.fsum(weight * value for weight, value in losses) / weight

@@ -1,4 +1,4 @@
-"""What a method does with several selectors."""
+"""Several selectors on one base model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from prefed.methods.base.settings import SELECTOR_GOAL
 
 @dataclass(frozen=True)
 class Selectors:
-    """Several selectors on one base model, each a group of tensors in the server's state.
+    """Several selectors on one base model, each a group of tensors in the server state.
 
-    A client has one of them at a time. A download that holds all of them has the number of the client's own
-    as ``"cluster"``.
+    A download with all selectors has the index of the client's own selector as scalar ``"cluster"``.
 
     Attributes:
-        fedavg: the moves of a round with one of them.
-        count: how many, U.
+        fedavg: the steps of a round with one selector.
+        count: number of selectors U.
     """
 
     fedavg: FedAvgBase
@@ -29,26 +28,26 @@ class Selectors:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of their groups: ``"selector-0"`` and so on."""
+        """The names of the groups: ``"selector-0"``, ``"selector-1"``, …"""
         return tuple(f"selector-{u}" for u in range(self.count))
 
     @cached_property
     def losses(self) -> tuple[str, ...]:
-        """The names of the numbers with which a client reports its loss under each."""
+        """The names of the scalars with the loss of a client under each selector."""
         return tuple(f"loss_{u}" for u in range(self.count))
 
     def init(self, initial: Tensors) -> dict[str, Tensors]:
-        """The server's groups. All selectors start alike; the server optimiser remembers each apart."""
+        """Return the initial groups of the server: equal selectors, each with its server optimiser."""
         shared, aggregator = self.fedavg.ownership.select(initial, Owner.SHARED), self.fedavg.aggregator
         groups = (aggregator.init(shared, name).tensors for name in self.names)
         return {name: tensors for group in groups for name, tensors in group.items()}
 
     def all(self, server: State) -> dict[str, Tensors]:
-        """The groups of all selectors."""
+        """Return the groups of all selectors."""
         return {name: server.tensors[name] for name in self.names}
 
     def one(self, download: Download, u: int) -> Download:
-        """``download`` as :class:`FedAvgBase` takes it, with selector ``u`` alone."""
+        """Return ``download`` with only selector ``u``, as expected by :class:`FedAvgBase`."""
         return Download({self.fedavg.group: download.tensors[self.names[u]]}, download.scalars)
 
     def measure(
@@ -58,32 +57,32 @@ class Selectors:
         download: Download,
         split: Literal["train", "validation"],
     ) -> list[float]:
-        """The client's mean loss under each selector; infinite where it is NaN."""
+        """Return the mean loss of the client under each selector, with NaN replaced by infinity."""
         start = self.fedavg.start
         models = (start(trainer, private, self.one(download, u)) for u in range(self.count))
         losses = [trainer.loss(model, SELECTOR_GOAL, split) for model in models]
         return [math.inf if math.isnan(loss) else loss for loss in losses]
 
     def predict(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-        """A client predicts with its own selector."""
+        """Return the client's own selector."""
         own = int(published.scalars["cluster"])
         return self.fedavg.start(trainer, private, self.one(published, own))
 
     def _nearest(self, trainer: ClientTrainer, published: Download) -> Download:
-        """The selector of a newcomer: that of its least loss on its training pairs, if it has any."""
+        """Select the selector with the lowest loss on the newcomer's training pairs, if there are any."""
         if not trainer.size:
             return self.one(published, int(published.scalars["cluster"]))
         losses = self.measure(trainer, State(), published, "train")
         return self.one(published, losses.index(min(losses)))
 
     def newcomer(self, trainer: ClientTrainer, published: Download) -> Tensors:
-        """A newcomer predicts with the selector that suits its training pairs best."""
+        """Return the selector with the lowest loss on the newcomer's training pairs."""
         return self.fedavg.start(trainer, State(), self._nearest(trainer, published))
 
     def adapt(self, trainer: ClientTrainer, published: Download, steps: int) -> Tensors:
-        """That selector after ``steps`` steps on the newcomer's pairs."""
+        """Return the selector of :meth:`newcomer` after ``steps`` steps on the newcomer's pairs."""
         return self.fedavg.adapt(trainer, self._nearest(trainer, published), steps)
 
     def models(self, untouched: Tensors, published: Download) -> dict[str, Tensors]:
-        """The models (full layout) that vote."""
+        """Return the voting models, in full layout."""
         return {name: untouched.replace(published.tensors[name]) for name in self.names}

@@ -1,9 +1,8 @@
-"""Settings that methods have in common: how a client trains on pairs, by offline PPO, or a selector.
+"""Common settings of methods: training on pairs, by offline PPO, and of selectors.
 
-Offline PPO is the objective of a baseline (FedPDPO, arXiv:2603.19741, D.3.1): FedDPO, Per-FedAvg, FedAMP,
-FedPer and FedRep can each train on it: ``objective = "ppo"``. A frozen reward model scores the responses of
-the fixed pairs. PPO also trains a critic, the part ``"value"``. The critic stays with its client in every
-method.
+``objective = "ppo"`` is available for the baselines FedDPO, Per-FedAvg, FedAMP, FedPer and FedRep (FedPDPO,
+arXiv:2603.19741, D.3.1). A frozen reward model scores the responses of the pairs. PPO also trains a critic,
+the part ``"value"``, which is always personal.
 """
 
 from __future__ import annotations
@@ -22,51 +21,50 @@ from prefed.merge import lora
 from prefed.train.losses import CHOICE, OBJECTIVES, PPO, objective
 
 PAIRWISE = tuple(name for name, loss in OBJECTIVES.items() if not loss.needs_reward)
-"""The objectives that any model can be trained on."""
+"""Objectives that need no reward head."""
 
 
 class TrainingSettings(StrictModel):
-    """How a client trains during a visit, whatever the loss.
+    """Settings of local training, for any loss.
 
     Attributes:
-        reads: what the method's models give a pair; see :class:`~prefed.core.Method`. Pairs are tokenised
-            for it.
+        reads: type of the models; see :class:`~prefed.core.Method`. It determines how pairs are tokenised.
     """
 
     reads: ClassVar[Literal["policy", "choice"]] = "policy"
 
     lr: float = Field(1e-4, gt=0, description="learning rate of the local optimiser")
-    batch_size: int = Field(8, ge=1, description="preference pairs in a batch")
-    accumulate: int = Field(1, ge=1, description="batches whose gradients make one optimiser step")
+    batch_size: int = Field(8, ge=1, description="preference pairs per batch")
+    accumulate: int = Field(1, ge=1, description="batches per optimiser step")
     local_steps: int | None = Field(
-        None, ge=1, description="optimiser steps of a visit; give this or local_epochs"
+        None, ge=1, description="optimiser steps per visit; set this or local_epochs"
     )
     local_epochs: int | None = Field(
-        1, ge=1, description="passes of a visit over the client's pairs; give this or local_steps"
+        1, ge=1, description="passes over the client's pairs per visit; set this or local_steps"
     )
     optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field("adamw", description="local optimiser")
     optimizer_state: Literal["new", "kept"] = Field(
         "new",
-        description="what the optimiser finds at a visit: new, nothing; kept, what it left at the client's "
-        "last visit, which stays on the client's disk",
+        description="state of the optimiser at the start of a visit: new, or kept on the client's disk since "
+        "its last visit",
     )
     betas: tuple[float, float] = Field(
-        (0.9, 0.999), description="decay rates of adamw's and adam's moment estimates"
+        (0.9, 0.999), description="decay rates of the moment estimates of adamw and adam"
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd and rmsprop")
     weight_decay: float = Field(0.01, ge=0, description="weight decay of the local optimiser")
-    clip: float = Field(1.0, ge=0, description="bound on the gradient's Euclidean norm; 0 for none")
+    clip: float = Field(1.0, ge=0, description="bound on the Euclidean norm of the gradient; 0 for none")
     schedule: Literal["constant", "cosine", "plateau"] = Field(
         "constant",
-        description="learning rate over the rounds: constant; cosine from lr towards lr_min; "
-        "plateau: x 0.8 after each round whose mean training loss is above the round's before it",
+        description="learning rate over the rounds: constant; cosine, from lr towards lr_min; plateau, x 0.8 "
+        "after each round in which the mean training loss increased",
     )
-    lr_min: float = Field(1e-6, ge=0, description="where the cosine schedule ends")
+    lr_min: float = Field(1e-6, ge=0, description="final learning rate of the cosine schedule")
 
     @model_validator(mode="before")
     @classmethod
     def _one_length(cls, values: Any) -> Any:
-        # A length that is given alone replaces the default of the other.
+        # If only one length is given, it replaces the default of the other.
         for given, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
             has_default = cls.model_fields[other].default is not None
             if has_default and isinstance(values, dict) and values.get(given) is not None:
@@ -76,11 +74,13 @@ class TrainingSettings(StrictModel):
     @model_validator(mode="after")
     def _coherent(self) -> TrainingSettings:
         if (self.local_steps is None) == (self.local_epochs is None):
-            raise ValueError("give exactly one of local_steps and local_epochs")
+            raise ValueError("set exactly one of local_steps and local_epochs")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         if self.schedule == "cosine" and self.lr_min > self.lr:
-            raise ValueError(f"the cosine schedule falls: lr_min {self.lr_min:g} is above lr {self.lr:g}")
+            raise ValueError(
+                f"schedule 'cosine': lr_min {self.lr_min:g} is above lr {self.lr:g}; lower lr_min"
+            )
         return self
 
     @abstractmethod
@@ -96,11 +96,11 @@ class TrainingSettings(StrictModel):
         return math.prod(self.batches())
 
     def for_rounds(self, rounds: int) -> Self:
-        """These settings in a run of ``rounds`` rounds: those that follow this number are filled in."""
+        """Fill in the settings that depend on the number of rounds."""
         return self
 
     def passes(self, epochs: int) -> int:
-        """How often a phase of ``epochs`` goes over the client's pairs."""
+        """Passes over the client's pairs in a phase of ``epochs``."""
         return epochs
 
     def phase(
@@ -113,12 +113,13 @@ class TrainingSettings(StrictModel):
         epochs: int | None = None,
         **changes: Any,
     ) -> Phase:
-        """The phase that these settings describe.
+        """Return the phase according to these settings.
 
         Args:
-            name: names the phase's randomness.
-            lr: a learning rate in place of the settings'.
-            steps: optimiser steps; with ``epochs`` left out too, the settings' length.
+            name: name of the phase and of its randomness.
+            train: names of the tensors to train.
+            lr: learning rate, by default that of the settings.
+            steps: optimiser steps; without ``steps`` and ``epochs``, the length is that of the settings.
             epochs: passes over the client's pairs.
             changes: other fields of :class:`~prefed.core.Phase`, e.g. ``objective``, ``rates``, ``proximal``.
         """
@@ -140,17 +141,19 @@ class TrainingSettings(StrictModel):
         return replace(phase, **changes)
 
 
-class PersonalSettings(TrainingSettings):
-    """How a client trains under a personalised method: FedPDPO (arXiv:2603.19741), section 5 and D.3."""
+def _description(name: str) -> str | None:
+    return TrainingSettings.model_fields[name].description
 
-    accumulate: int = Field(2, ge=1, description=TrainingSettings.model_fields["accumulate"].description)
-    schedule: Literal["constant", "cosine", "plateau"] = Field(
-        "cosine", description=TrainingSettings.model_fields["schedule"].description
-    )
+
+class PersonalSettings(TrainingSettings):
+    """Settings of personalised methods: FedPDPO (arXiv:2603.19741), section 5 and D.3."""
+
+    accumulate: int = Field(2, ge=1, description=_description("accumulate"))
+    schedule: Literal["constant", "cosine", "plateau"] = Field("cosine", description=_description("schedule"))
 
 
 class TwoPhaseSettings(PersonalSettings):
-    """How a client trains in a visit with a phase for personal tensors and one for shared tensors.
+    """Settings of a visit with one phase for personal tensors and one for shared tensors.
 
     >>> from prefed.methods.ditto import Settings
     >>> Settings(local_steps=3).personal_phase()
@@ -163,8 +166,8 @@ class TwoPhaseSettings(PersonalSettings):
     personal_steps: int | None = Field(
         None,
         ge=1,
-        description="optimiser steps of the personal phase; left out with personal_epochs: local_steps, "
-        "or one pass where the visit's length is given in passes",
+        description="optimiser steps of the personal phase; default without personal_epochs: local_steps, or "
+        "one pass if local_epochs is set",
     )
     personal_epochs: int | None = Field(
         None,
@@ -175,11 +178,11 @@ class TwoPhaseSettings(PersonalSettings):
     @model_validator(mode="after")
     def _one_personal_length(self) -> TwoPhaseSettings:
         if self.personal_steps is not None and self.personal_epochs is not None:
-            raise ValueError("give personal_steps or personal_epochs, not both")
+            raise ValueError("set personal_steps or personal_epochs, not both")
         return self
 
     def personal_phase(self) -> dict[str, Any]:
-        """Rate and length of the personal phase, as :meth:`phase` takes them."""
+        """Return the learning rate and length of the personal phase, as arguments of :meth:`phase`."""
         steps, epochs = self.personal_steps, self.personal_epochs
         if steps is None and epochs is None:
             steps, epochs = (self.local_steps, None) if self.local_steps is not None else (None, 1)
@@ -187,7 +190,7 @@ class TwoPhaseSettings(PersonalSettings):
 
 
 def _extras() -> str:
-    """The settings of all objectives but ``beta``, each with the objectives that have it."""
+    """List the settings of all objectives except ``beta``, with the objectives that have them."""
     names: dict[str, list[str]] = {}
     for objective_name in PAIRWISE:
         for name in OBJECTIVES[objective_name].defaults:
@@ -197,7 +200,7 @@ def _extras() -> str:
 
 
 class LocalSettings(TrainingSettings):
-    """How a client trains on its preferences: the base of most methods' settings.
+    """Settings of local training on preference pairs.
 
     >>> LocalSettings(local_steps=3).local_epochs is None
     True
@@ -209,10 +212,10 @@ class LocalSettings(TrainingSettings):
     beta: float = Field(
         0.1,
         gt=0,
-        description="strength of the pull towards the reference; left out, the objective's own default",
+        description="strength of the pull towards the reference; default: that of the objective",
     )
     objective_settings: dict[str, float] = Field(
-        default_factory=dict, description=f"the objective's further settings: {_extras()}"
+        default_factory=dict, description=f"other settings of the objective: {_extras()}"
     )
 
     @model_validator(mode="before")
@@ -226,40 +229,40 @@ class LocalSettings(TrainingSettings):
     @model_validator(mode="after")
     def _known_objective(self) -> LocalSettings:
         if "beta" in self.objective_settings:
-            raise ValueError("beta is a setting of the method itself, not one of objective_settings")
+            raise ValueError("set beta as a setting of the method, not in objective_settings")
         self.goal()
         return self
 
     def goal(self) -> Objective:
-        """The loss that clients minimise, its settings checked and complete.
+        """The loss that clients minimise, with complete settings.
 
         Raises:
-            ValueError: there is no such objective, this method cannot train on it, or it has no such setting.
+            ValueError: the objective or one of its settings is unknown, or the method does not support it.
         """
         if self.objective == PPO.name:
             raise ValueError(
-                "objective 'ppo' (offline PPO against a reward model) is one of feddpo, perfedavg, fedamp, "
-                f"fedper and fedrep; this method trains on pairs: {', '.join(PAIRWISE)}"
+                "objective 'ppo' requires method feddpo, perfedavg, fedamp, fedper or fedrep; objectives of "
+                f"this method: {', '.join(PAIRWISE)}"
             )
         loss = objective(self.objective)
         if loss.needs_reward:
             raise ValueError(
-                f"objective {loss.name!r} reads a reward head, which method 'fedpdpo' alone has; "
-                f"this method trains on: {', '.join(PAIRWISE)}"
+                f"objective {loss.name!r} requires the reward head of method 'fedpdpo'; objectives of this "
+                f"method: {', '.join(PAIRWISE)}"
             )
         beta = {"beta": self.beta} if "beta" in loss.defaults else {}
         return Objective(loss.name, loss.resolve({**beta, **self.objective_settings}))
 
 
 VALUE = "value"
-"""The part of a model that holds PPO's critic."""
+"""The part of a model with the critic of PPO."""
 
 
 class BaselineSettings(LocalSettings):
-    """How a client trains on its preferences: by a loss on pairs, or by offline PPO.
+    """Settings of local training by a loss on pairs or by offline PPO.
 
-    With PPO an optimiser step takes one minibatch. A pass of ``local_epochs`` then goes over the pairs
-    ``ppo_epochs`` times.
+    With PPO, an optimiser step takes one minibatch, and each of ``local_epochs`` has ``ppo_epochs`` passes
+    over the pairs.
 
     >>> settings = BaselineSettings(objective="ppo", objective_settings={"kl": 0.2})
     >>> settings.goal().settings["kl"], settings.batches(), settings.passes(1)
@@ -276,17 +279,19 @@ class BaselineSettings(LocalSettings):
     )
     reward_model: str = Field(
         "OpenAssistant/reward-model-deberta-v3-large-v2",
-        description="for ppo: the sequence classification model that scores responses: a folder or hub name",
+        description="for ppo: sequence classification model that scores responses, a folder or hub name",
     )
-    ppo_epochs: int = Field(4, ge=1, description="for ppo: times that a pass goes over the client's pairs")
+    ppo_epochs: int = Field(4, ge=1, description="for ppo: passes over the client's pairs per local epoch")
     ppo_minibatch: int = Field(
-        4, ge=2, description="for ppo: sequences of one optimiser step, two to a pair, in place of batch_size"
+        4, ge=2, description="for ppo: sequences per optimiser step, two per pair, instead of batch_size"
     )
 
     @model_validator(mode="after")
     def _whole_pairs(self) -> BaselineSettings:
         if self.ppo_minibatch % 2:
-            raise ValueError(f"ppo_minibatch counts both responses of a pair: make {self.ppo_minibatch} even")
+            raise ValueError(
+                f"ppo_minibatch counts both responses of a pair and must be even, not {self.ppo_minibatch}"
+            )
         return self
 
     @property
@@ -308,9 +313,7 @@ class BaselineSettings(LocalSettings):
 
 
 def lora_parts(settings: TrainingSettings, *parts: str, **optional: bool) -> frozenset[str]:
-    """The parts that a method needs of a model: the LoRA, ``parts``, and PPO's critic for objective PPO.
-
-    ``optional`` says of further parts whether they are needed.
+    """Return the required parts of the model: the LoRA, ``parts``, true ``optional`` parts, PPO's critic.
 
     >>> sorted(lora_parts(BaselineSettings(objective="ppo"), "head", gate=False))
     ['head', 'lora', 'value']
@@ -320,11 +323,11 @@ def lora_parts(settings: TrainingSettings, *parts: str, **optional: bool) -> fro
 
 
 SELECTOR_GOAL = Objective(CHOICE.name)
-"""The loss that clients minimise, and by which they are grouped."""
+"""The loss that clients minimise, also used for grouping them."""
 
 
 class SelectorSettings(TrainingSettings):
-    """How a client trains a selector: FedBiscuit, tables 3 and 4.
+    """Settings of selectors: FedBiscuit, tables 3 and 4.
 
     >>> SelectorSettings().batches(), SelectorSettings().local_steps
     ((16, 1), 30)
@@ -336,22 +339,18 @@ class SelectorSettings(TrainingSettings):
 
     lr: float = Field(1e-5, gt=0, description="learning rate of the local optimiser")
     batch_size: int = Field(
-        32, ge=2, description="pairs in a batch, each order of a pair counted: 32 is 16 pairs in both orders"
+        32, ge=2, description="questions per batch, two per pair: 32 is 16 pairs in both orders"
     )
-    local_steps: int | None = Field(
-        30, ge=1, description="optimiser steps of a visit; give this or local_epochs"
-    )
-    local_epochs: int | None = Field(
-        None, ge=1, description="passes of a visit over the client's pairs; give this or local_steps"
-    )
-    betas: tuple[float, float] = Field(
-        (0.9, 0.95), description="decay rates of adamw's and adam's moment estimates"
-    )
+    local_steps: int | None = Field(30, ge=1, description=_description("local_steps"))
+    local_epochs: int | None = Field(None, ge=1, description=_description("local_epochs"))
+    betas: tuple[float, float] = Field((0.9, 0.95), description=_description("betas"))
 
     @model_validator(mode="after")
     def _both_orders(self) -> SelectorSettings:
         if self.batch_size % 2:
-            raise ValueError(f"batch_size counts both orders of a pair: make {self.batch_size} even")
+            raise ValueError(
+                f"batch_size counts both orders of a pair and must be even, not {self.batch_size}"
+            )
         return self
 
     def goal(self) -> Objective:
@@ -364,7 +363,7 @@ class SelectorSettings(TrainingSettings):
 
 
 class ClusterSettings(SelectorSettings):
-    """Several selectors and their clusters of clients: FedBiscuit, tables 3 and 4.
+    """Settings of several selectors for clusters of clients: FedBiscuit, tables 3 and 4.
 
     >>> [ClusterSettings(selectors=count).intervals(500) for count in (3, 5)]
     [(50, 50), (50, 50)]
@@ -373,29 +372,29 @@ class ClusterSettings(SelectorSettings):
     """
 
     selectors: int = Field(
-        3, ge=1, description="selectors, and clusters of clients; the paper takes odd numbers, 3 and 5"
+        3, ge=1, description="number of selectors and of clusters of clients; the paper: 3 and 5"
     )
     warmup_rounds: int | None = Field(
         None,
         ge=0,
-        description="rounds of each selector, one after the other, before clients are grouped; left out: 50, "
-        "or fewer, so that all of them take at most half of the rounds",
+        description="warm-up rounds of each selector before clients are grouped; default: 50, but at most "
+        "half of all rounds for all selectors together",
     )
     regroup_every: int | None = Field(
         None,
         ge=1,
-        description="rounds from one grouping of the clients to the next (the paper: 50 or 100); left out: "
-        "as many as a selector's warm-up has where that is left out",
+        description="rounds between groupings of the clients (the paper: 50 or 100); default: that of "
+        "warmup_rounds",
     )
 
     def intervals(self, rounds: int) -> tuple[int, int]:
-        """Rounds of each selector's warm-up, and rounds from grouping to grouping, in a run of ``rounds``."""
-        # The paper's 50 of 500 are half of the rounds for 5 selectors.
+        """Return the warm-up rounds of each selector, and the rounds between groupings."""
+        # In the paper, 5 selectors with 50 warm-up rounds each take half of 500 rounds.
         usual = max(1, min(50, rounds // (2 * self.selectors)))
         warmup = usual if self.warmup_rounds is None else self.warmup_rounds
         return warmup, self.regroup_every or usual
 
     def for_rounds(self, rounds: int) -> Self:
-        """These settings with their schedule in a run of ``rounds`` rounds."""
+        """Fill in ``warmup_rounds`` and ``regroup_every``."""
         warmup, every = self.intervals(rounds)
         return self.model_copy(update={"warmup_rounds": warmup, "regroup_every": every})

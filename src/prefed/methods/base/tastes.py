@@ -1,10 +1,10 @@
-"""The moves of a round with a variational selector: clients also send what they infer of their own taste.
+"""The steps of a round with a variational selector: clients also send posteriors of their tastes.
 
-Next to its visit's tensors a client sends its posterior N(μ̄, σ̄²) of the latent taste z. The server keeps the
-last posterior of each client, and publishes the mean of the μ̄, or their median, as the population's taste.
-The z with which a model judges is one tensor of it, which is filled in and never trained.
+Clients send their posterior N(μ̄, σ̄²) of the latent taste z. The server keeps the last posterior of each
+client, and publishes the mean or median of the μ̄ as the population taste. The z of a model is one of its
+tensors, which is set and never trained.
 
-The server's state holds the posteriors as the group :data:`PEERS`, with the values ``"members"``, all clients
+The server state contains the posteriors as the group :data:`PEERS`, and the values ``"members"``, all clients
 by index, and ``"sent"``, client → the round of its last posterior.
 """
 
@@ -39,25 +39,28 @@ from prefed.methods.base.settings import SelectorSettings
 
 
 class TasteSettings(SelectorSettings):
-    """How a client trains a variational selector."""
+    """Settings of variational selectors."""
 
     lr: float = Field(3e-3, gt=0, description="learning rate of the local optimiser")
     local_steps: int | None = Field(
         2, ge=1, description=SelectorSettings.model_fields["local_steps"].description
     )
     beta: float = Field(0.001, gt=0, description="weight of the KL between a posterior and its prior")
-    lora: bool = Field(False, description="train a LoRA of the base model too, which the paper does")
+    lora: bool = Field(False, description="also train a LoRA of the base model, as in the paper")
     posterior_clip: float = Field(
-        0.0, ge=0, description="bound on the length of the posterior that a client sends; 0: none"
+        0.0, ge=0, description="bound on the norm of the posterior that a client sends; 0: none"
     )
     posterior_noise: float = Field(
-        0.0, ge=0, description="standard deviation of the Gaussian noise on it, over posterior_clip; 0: none"
+        0.0,
+        ge=0,
+        description="standard deviation of the Gaussian noise on the posterior, relative to posterior_clip; "
+        "0: none",
     )
 
     @model_validator(mode="after")
     def _bounded_noise(self) -> TasteSettings:
         if self.posterior_noise and not self.posterior_clip:
-            raise ValueError("posterior_noise needs a bound on what it hides: set posterior_clip above 0")
+            raise ValueError("posterior_noise requires posterior_clip above 0")
         if self.posterior_noise:
             check_noise(self.posterior_clip * self.posterior_noise, "posterior_clip times posterior_noise")
         return self
@@ -67,21 +70,20 @@ PEERS = "peers"
 """The group with the last posteriors of all clients, in the order of their ids."""
 
 
-def newest(server: State, told: Mapping[str, Posterior], longest: float) -> dict[str, Posterior]:
-    """Client → its last posterior, sorted by client; those that clients have just told, bounded.
+def newest(server: State, received: Mapping[str, Posterior], longest: float) -> dict[str, Posterior]:
+    """Return the last posterior of each client, sorted by client, with those just received bounded.
 
-    Args:
-        longest: as :func:`~prefed.merge.tastes.bound_posteriors` takes it.
+    ``longest`` is an argument of :func:`~prefed.merge.tastes.bound_posteriors`.
     """
-    known = {**posteriors(server), **told}
+    known = {**posteriors(server), **received}
     bounded = bound_posteriors(known, longest)
-    return {client: bounded[client] if client in told else known[client] for client in sorted(known)}
+    return {client: bounded[client] if client in received else known[client] for client in sorted(known)}
 
 
-def keep(server: State, known: Mapping[str, Posterior], told: Collection[str], now: Round) -> State:
-    """``server`` with the posteriors ``known``, of which those of ``told`` were sent in this round."""
+def keep(server: State, known: Mapping[str, Posterior], senders: Collection[str], now: Round) -> State:
+    """Store the posteriors ``known``, of which those of ``senders`` were sent in this round."""
     members = sorted(now.weights)
-    sent = {**rounds_of(server), **dict.fromkeys(told, now.number)}
+    sent = {**rounds_of(server), **dict.fromkeys(senders, now.number)}
     return server.update(
         {PEERS: _table(known, members)},
         {"members": cast("list[Any]", members), "sent": {c: sent[c] for c in sorted(sent)}},
@@ -89,7 +91,7 @@ def keep(server: State, known: Mapping[str, Posterior], told: Collection[str], n
 
 
 def posteriors(server: State) -> dict[str, Posterior]:
-    """Client → its last posterior, sorted by client."""
+    """Return the last posterior of each client, sorted by client."""
     if PEERS not in server.tensors:
         return {}
     peers, members = server.tensors[PEERS], cast("list[str]", server.values["members"])
@@ -98,15 +100,14 @@ def posteriors(server: State) -> dict[str, Posterior]:
 
 
 def rounds_of(server: State) -> Mapping[str, int]:
-    """Client → the round in which it sent its last posterior."""
+    """Return client → the round of its last posterior."""
     return cast("Mapping[str, int]", server.values.get("sent", {}))
 
 
 def peers_of(server: State, client: str, *, latest: bool) -> Tensors | None:
-    """:data:`PEERS` as ``client`` gets it, without its own; ``None`` before the first posterior.
+    """Return :data:`PEERS` without the posterior of ``client``; ``None`` before the first posterior.
 
-    Args:
-        latest: without those of clients that sent none in the last round in which any came.
+    ``latest`` selects only the posteriors of the last round with posteriors.
     """
     if PEERS not in server.tensors:
         return None
@@ -121,7 +122,7 @@ def peers_of(server: State, client: str, *, latest: bool) -> Tensors | None:
 
 
 def _table(known: Mapping[str, Posterior], members: Sequence[str], layout: Layout | None = None) -> Tensors:
-    """The posteriors as rows; zeros for a member without one. ``present`` is 1 where there is one, else 0."""
+    """Return the posteriors as rows, with zeros and ``present`` = 0 for members without one."""
     if layout is None:
         width = len(next(iter(known.values())).mean)
         rows = [Entry(f"peers/{name}", (len(members), width), PEERS) for name in Posterior._fields]
@@ -137,14 +138,14 @@ def _table(known: Mapping[str, Posterior], members: Sequence[str], layout: Layou
 
 
 POSTERIOR, TASTE, PROTOTYPES = "posterior", "latent", "prototypes"
-"""The parts of a client's posterior, of the taste with which a model judges, and of the prototypes."""
+"""The parts of the posterior, of the taste of a model, and of the prototypes."""
 Z = f"{TASTE}/z"
 POPULATION = "taste"
-"""The group with the population's taste."""
+"""The group with the population taste."""
 
 
 def taste_parts(settings: TasteSettings, **optional: bool) -> frozenset[str]:
-    """The parts and flags that a variational selector needs, with those of ``optional`` that are true."""
+    """Return the parts and flags of a variational selector, including true ``optional`` ones."""
     optional = {**optional, lora.LORA: settings.lora}
     return frozenset(
         {"variational", POSTERIOR, TASTE, *(part for part, needed in optional.items() if needed)}
@@ -153,15 +154,14 @@ def taste_parts(settings: TasteSettings, **optional: bool) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Tastes(FedAvgBase):
-    """The usual moves of a round, with posteriors.
+    """The steps of a FedAvg round, with posteriors.
 
-    The server's state also holds the group :data:`POPULATION`, the center of the clients' μ̄, and after the
-    first merge what :mod:`prefed.methods.base.tastes` keeps.
+    The server state also contains the group :data:`POPULATION`, the center of the μ̄, and the posteriors.
     """
 
     @classmethod
     def over(cls, settings: TasteSettings, aggregator: Aggregator, rounds: int) -> Tastes:
-        """The moves over the aggregator's layout; the LoRA rule decides about a LoRA."""
+        """Return the steps over the layout of the aggregator."""
 
         def owner(entry: Entry) -> Owner:
             return Owner.FROZEN if entry.part == TASTE else Owner.SHARED
@@ -173,43 +173,43 @@ class Tastes(FedAvgBase):
     def visit(
         self, trainer: ClientTrainer, private: State, download: Download, **changes: Any
     ) -> tuple[Upload, PhaseResult]:
-        """Train φ_i ← φ; send φ_i, and the posterior under φ unless it is one over too few pairs.
+        """Train φ_i ← φ; send φ_i and, unless there are too few pairs, the posterior under φ.
 
-        Under φ, which all clients got, their posteriors can be compared. A client's own steps may turn z its
-        own way: under φ_i two clients of one taste can lie far apart.
+        Posteriors are comparable under φ, which all clients received, but not under φ_i, since local steps
+        may transform z.
         """
         start = self.start(trainer, private, download)
         result = trainer.train(start, self.phase(trainer, download, **changes))
         groups = {self.group: self.share(result.tensors, trainer.round)}
-        if self.tells(trainer.client, trainer.round):
+        if self.may_report(trainer.client, trainer.round):
             groups[POSTERIOR] = self.posterior(trainer, start)
         return trainer.upload(groups, {"loss": result.loss}), result
 
     def work(
         self, trainer: ClientTrainer, private: State, download: Download, **changes: Any
     ) -> tuple[Upload, State]:
-        """A visit whose private state is the personal tensors, if any."""
+        """Visit, and keep the personal tensors, if any."""
         upload, result = self.visit(trainer, private, download, **changes)
         return upload, self.keep(private, result.tensors)
 
-    def tells(self, client: str, now: Round) -> bool:
-        """Whether the client has enough pairs to send a posterior, which is a mean over them."""
+    def may_report(self, client: str, now: Round) -> bool:
+        """Whether the client has enough pairs to send a posterior."""
         return now.privacy.may_report(now.weights[client])
 
     def posterior(self, trainer: ClientTrainer, tensors: Tensors) -> Tensors:
-        """What the client tells of its taste: 2 · d_z numbers, clipped and with noise where asked."""
+        """Return the posterior to send, 2 · d_z numbers, clipped and with noise if configured."""
         settings = cast("TasteSettings", self.settings)
         summary = summarize(*trainer.posteriors(tensors, settings.goal()))
-        told = privatize(
+        sent = privatize(
             summary, settings.posterior_clip, settings.posterior_noise, trainer.key.at(POSTERIOR)
         )
         return Tensors.gather(
-            self._posterior_layout, {f"{POSTERIOR}/{name}": value for name, value in told._asdict().items()}
+            self._posterior_layout, {f"{POSTERIOR}/{name}": value for name, value in sent._asdict().items()}
         )
 
     def groups(self, client: str, now: Round) -> dict[str, Layout]:
-        """φ's group, and the posterior's of a client that may send one."""
-        more = {POSTERIOR: self._posterior_layout} if self.tells(client, now) else {}
+        """Return the group of φ and, if the client may send one, that of its posterior."""
+        more = {POSTERIOR: self._posterior_layout} if self.may_report(client, now) else {}
         return {**super().groups(client, now), **more}
 
     @property
@@ -218,17 +218,17 @@ class Tastes(FedAvgBase):
         return layout.select(entry.name for entry in layout.entries if entry.part == POSTERIOR)
 
     def predict(self, trainer: ClientTrainer, private: State, published: Download) -> Tensors:
-        """φ with the client's μ̄, from its training pairs; with the population's taste if it has none."""
+        """Return φ with μ̄ of the client's training pairs, or with the population taste without pairs."""
         return self._infer(trainer, self._published(trainer, private, published))
 
     def infer(self, trainer: ClientTrainer, published: Download, pairs: int) -> Tensors:
-        """φ with what ``pairs`` of a newcomer's training pairs tell of its taste; no step is taken."""
+        """Return φ with μ̄ inferred from ``pairs`` training pairs of a newcomer, without training."""
         return self._infer(trainer, self._published(trainer, State(), published), pairs)
 
     def adapt(
         self, trainer: ClientTrainer, published: Download, steps: int, *, pull: float = 0.0, **changes: Any
     ) -> Tensors:
-        """A newcomer's model after ``steps`` steps, with the taste that it then infers of its pairs.
+        """Return the model of a newcomer after ``steps`` steps, with the taste inferred from its pairs.
 
         Its prior is N(0, I), and it has no prototype.
         """
@@ -246,11 +246,11 @@ class Tastes(FedAvgBase):
     # The server
 
     def late(self, averages: bool = False) -> Literal["refused", "model", "delta"]:
-        """Refused: a posterior belongs to the φ of its round, and the server keeps each client's last one."""
+        """Refuse late uploads by default: a posterior belongs to the φ of its round."""
         return super().late(averages)
 
     def init_server(self, initial: Tensors) -> State:
-        """φ⁰, and the mean of N(0, I) as the population's taste."""
+        """Initialise φ⁰, and the population taste with the mean of N(0, I)."""
         taste = initial.select(entry.name for entry in initial.layout.entries if entry.part == TASTE)
         return (
             super().init_server(initial).update({POPULATION: Tensors.zeros(taste.layout, taste.flat.dtype)})
@@ -259,43 +259,43 @@ class Tastes(FedAvgBase):
     def merge(
         self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
     ) -> State:
-        """φ ← the merge of the φ_i; a client's last posterior is put in the place of the one before.
+        """Merge the φ_i into φ, and store the new posteriors.
 
-        The population's taste is the mean of all last μ̄, under every rule but ``mean`` their median.
+        The population taste is the mean of the last μ̄ of all clients or, under robust rules, their median.
         """
         merged = super().merge(server, uploads, now, weigh)
-        told = {
+        received = {
             upload.client: Posterior(*upload.tensors[POSTERIOR].values())
             for upload in uploads
             if POSTERIOR in upload.tensors
         }
-        # Of the φ that was sent: a client has no say in the bound on its own posterior.
+        # Prototypes before the merge, so that clients cannot influence the bound on their own posteriors.
         prototypes = server.tensors[self.group].get(PROTOTYPES)
         longest = 0.0 if prototypes is None else float(prototypes.norm(dim=1).max())
-        known = newest(merged, told, longest)
+        known = newest(merged, received, longest)
         if not known:
             return merged
         means = torch.stack([posterior.mean for posterior in known.values()]).double()
         robust = self.aggregator.config.rule != "mean"
         center = torch.quantile(means, 0.5, dim=0) if robust else means.mean(0)
         taste = server.tensors[POPULATION].replace({Z: center})
-        return keep(merged, known, told, now).update({POPULATION: taste})
+        return keep(merged, known, received, now).update({POPULATION: taste})
 
     def figures(self, server: State) -> dict[str, float]:
-        """As of the base, and the active units of the μ̄ that clients sent last, if two or more did."""
+        """Return the metrics of the base and, with two or more posteriors, the number of active units."""
         means = [posterior.mean for posterior in posteriors(server).values()]
         active = {"active_units": active_units(torch.stack(means))} if len(means) > 1 else {}
         return {**super().figures(server), **active}
 
     def exchange(self, name: str = "train", *, steps: Collection[str] = (), **changes: Any) -> Exchange:
-        """As of the base. Where updates are clipped, log σ̄² counts from CENTER: the download holds none."""
+        """Return an exchange in which clipping measures log σ̄² from ``CENTER``."""
         return super().exchange(name, steps=steps, origins={f"{POSTERIOR}/log_variance": CENTER}, **changes)
 
     def publish(self, server: State, client: str) -> Download:
-        """φ, and the taste of the population."""
+        """Return φ and the population taste."""
         return Download({self.group: server.tensors[self.group], POPULATION: server.tensors[POPULATION]})
 
     def taste_method(self, name: str, source: str, *exchanges: Exchange, **changes: Any) -> Method:
-        """The method of these moves, but for the fields of :class:`Method` that ``changes`` names."""
+        """Return the method of these steps, with the fields of :class:`Method` in ``changes`` replaced."""
         moves = {"personal": True, "predict": self.predict, "infer": self.infer}
         return self.method(name, source, *exchanges, **{**moves, **changes})
