@@ -68,7 +68,7 @@ def test_a_card_says_what_the_run_says(place, tmp_path):
     summary = summary_of(place / "feddpo")
     told = {each.metric_name: each.metric_value for each in card.data.eval_results}
     assert told["preference accuracy"] == round(summary["preference_accuracy"]["mean"], 4)
-    rows = {row[0]: row for row in table(card.text, "Figures")}
+    rows = {row[0]: row for row in table(card.text, "Evaluation")}
     assert rows["before"][1] == f"{summary['baseline_accuracy']['mean']:.1%}"
     assert rows["reward accuracy"][1] == f"{summary['reward_accuracy']['mean']:.1%}"
     settings = dict(row[:2] for row in table(card.text, "Training"))
@@ -94,17 +94,17 @@ def test_a_clients_card_has_its_own_figures_alone(place, tmp_path):
     card = ModelCard.load(tmp_path / "it/README.md")
     own = summary_of(place / "ditto")["preference_accuracy"]["per_client"]["left"]
     wilson = {0: "0.0% to 49.0%", 1: "4.6% to 69.9%", 2: "15.0% to 85.0%", 3: "30.1% to 95.4%"}
-    row = next(row for row in table(card.text, "Figures") if row[0] == "own model")
+    row = next(row for row in table(card.text, "Evaluation") if row[0] == "own model")
     assert row[1] == f"{own:.1%}"
     assert row[2] == {**wilson, 4: "51.0% to 100.0%"}[round(4 * own)]
     assert card.data.license == "mit"
-    assert "The own model of one client" in card.text
+    assert "The personal model of one client." in card.text
     assert not re.search(r"\bleft\b", card.text)
 
 
 def test_the_shared_models_card_has_none_of_the_clients_own_models(place, tmp_path):
     prefed_("export", place / "ditto", "--card", "--out", tmp_path / "it")
-    labels = [row[0] for row in table(ModelCard.load(tmp_path / "it/README.md").text, "Figures")][1:]
+    labels = [row[0] for row in table(ModelCard.load(tmp_path / "it/README.md").text, "Evaluation")][1:]
     assert labels == ["before", "shared model"]
 
 

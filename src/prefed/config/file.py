@@ -118,7 +118,6 @@ def parse_override(text: str, option: str = "--set") -> tuple[tuple[str, ...], A
 
 
 def _put(tables: dict[str, Any], keys: tuple[str, ...], patch: dict[str, Any], override: str) -> None:
-    """Copy the value at ``keys`` from ``patch`` into ``tables``."""
     for key in keys[:-1]:
         inside = tables.setdefault(key, {})
         if not isinstance(inside, dict):

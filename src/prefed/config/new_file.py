@@ -158,7 +158,6 @@ def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> 
 
 
 def _optional(name: str, table: type[BaseModel] | None) -> Iterator[str]:
-    """An optional table with its keys, all commented out."""
     yield from _comment(f"[{name}]: {describe(Experiment, name)}")
     if table is not None:
         yield f"# [{name}]"

@@ -41,11 +41,7 @@ class CohortConfig(StrictModel):
         return self
 
     def of(self, clients: int) -> int | None:
-        """Clients per round, at least one; ``None`` for all.
-
-        Args:
-            clients: total number of clients.
-        """
+        """Clients per round out of ``clients`` in total; at least one, ``None`` for all."""
         return self.size if self.fraction is None else max(1, round(self.fraction * clients))
 
 
@@ -166,12 +162,7 @@ class StopConfig(StrictModel):
     delta: float = Field(0.0, ge=0, description="minimum improvement over the best round")
 
     def check(self, kind: MethodKind, settings: TrainingSettings, every: int) -> None:
-        """Check that the metric is available during the run.
-
-        Args:
-            kind: the method.
-            settings: the method's settings.
-            every: ``[evaluate] every``.
+        """Check that the metric is available during the run; ``every`` is that of ``[evaluate]``.
 
         Raises:
             ValueError: only the last round is evaluated, or the method does not have the metric.

@@ -93,7 +93,6 @@ class Table(StrictModel):
         return self
 
     def _check_figures(self, label: str, row: Row) -> None:
-        """Check that the paper's values have the columns of the table as keys, if it has columns."""
         for key, figures, column in (("paper", row.paper, str), ("clients", row.clients, dict)):
             values = list(figures.values()) if isinstance(figures, dict) else []
             if self.columns and (isinstance(figures, str) or not all(isinstance(v, column) for v in values)):
@@ -407,7 +406,6 @@ def parse_seeds(text: str | None, first: int) -> list[int]:
 
 
 def _values(text: str, key: str, words: str) -> dict[str, Any]:
-    """The values of a key in a grid: text → value."""
     values: dict[str, Any] = {}
     for word in _split(text, words):
         _, value = parse_override(f"{key}={word}", "--grid")

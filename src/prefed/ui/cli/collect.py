@@ -124,7 +124,6 @@ def _note(text: str) -> None:
 
 
 def _link_printer(show: bool) -> Callable[[str], None]:
-    """Prints links to the page; each link works in one browser."""
     first = True
 
     def report(link: str) -> None:

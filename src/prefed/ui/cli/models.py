@@ -205,7 +205,6 @@ def push(
 
 
 def _describe(exported: Export) -> str:
-    """The model, and whose consent its publication needs."""
     if exported.aligned and exported.client is None and exported.taste in (None, "population"):
         return "the aligned model"
     if exported.aligned:
@@ -285,12 +284,7 @@ def generate(
 
 
 def print_responses(prompt: str, base: str, aligned: str, heading: str) -> None:
-    """Print two responses side by side below their prompt.
-
-    Args:
-        prompt: empty if it is already printed.
-        heading: heading of the aligned model's column.
-    """
+    """Print two responses side by side below their prompt, if that is not empty."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -140,13 +140,6 @@ def terminal(console: Console) -> list[Callback]:
     return [] if console.quiet else [Terminal(console, lines=volume() is Volume.VERBOSE)]
 
 
-def bar_console() -> Console:
-    """The console for a progress bar on standard error; silent with ``-q``."""
-    from rich.console import Console
-
-    return Console(stderr=True, quiet=volume() is Volume.QUIET)
-
-
 def print_json(content: Any) -> None:
     """Print ``content`` as JSON on standard output, without ASCII escapes."""
     from prefed.core.text import printable_json

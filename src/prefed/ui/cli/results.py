@@ -20,7 +20,7 @@ from prefed.ui.cli.arguments import (
     Temperature,
 )
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, terminable, usage
-from prefed.ui.cli.output import bar_console, print_json
+from prefed.ui.cli.output import print_json, progress_console
 
 
 def evaluate(
@@ -314,7 +314,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """Progress bars on standard error, if it is a terminal: call with a name, done and total."""
     from rich.progress import Progress, TaskID
 
-    console = bar_console()
+    console = progress_console(as_json=True)
     tasks: dict[str, TaskID] = {}
     with Progress(console=console, transient=True, disable=console.quiet or not console.is_terminal) as bar:
 

@@ -89,7 +89,6 @@ def run(
 
 
 def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
-    """Run an experiment and print the result."""
     from prefed.runs.metrics import groupings_of
     from prefed.runs.record import read_run
     from prefed.runs.run import run as run_experiment
@@ -116,7 +115,6 @@ def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, consol
 
 
 def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) -> None:
-    """Check an experiment, and estimate the cost of a run."""
     from prefed.runs.dry_run import dry_run
     from prefed.ui.pages.terminal import estimate_line, print_dry_run
 
@@ -258,7 +256,6 @@ def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _select(cells: list[SweepCell], only: list[str]) -> list[SweepCell]:
-    """The cells that match a pattern in ``only``; all if it is empty."""
     from prefed.core.text import did_you_mean
 
     names = [cell.definition.name for cell in cells]

@@ -29,7 +29,6 @@ def render(session: Session, state: str, *, typed: bool, problem: str | None = N
     """Render the page.
 
     Args:
-        session: the annotator's session.
         state: a value of :func:`state_of`, or ``finished``.
         typed: whether the annotator may type prompts.
         problem: error message to show.
@@ -131,7 +130,6 @@ def _environment() -> Environment:
 
 @cache
 def _assets() -> dict[str, Any]:
-    """Style and script, included verbatim."""
     environment = _environment()
     loader = environment.loader
     assert loader is not None

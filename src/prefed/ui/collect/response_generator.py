@@ -152,7 +152,6 @@ class Drawing:
                 changed.notify_all()
 
     def _next(self) -> int | None:
-        """Wait for the next prompt to generate responses for; ``None`` at the end."""
         with self._session.changed:
             while not self._ended:
                 number = self._pairs.missing(self._session.judged(), self._ahead)

@@ -94,8 +94,6 @@ class Page:
         return PlainTextResponse(page.state_of(self._session), headers=_HEADERS)
 
     def _form(self, action: Callable[[Mapping[str, str]], Response | None]) -> Callable[[Request], Any]:
-        """The handler of a form: run its action, then show the page."""
-
         async def answer(request: Request) -> Response:
             if not self._known(request) or not _same_origin(request):
                 return _html(page.render_refusal(), 403)
@@ -193,8 +191,6 @@ def serve(
     """Serve the page until the annotator finishes or the process is stopped.
 
     Args:
-        session: the annotator's session.
-        listening: socket from :func:`listen`.
         add: see :class:`Page`.
         report: called with each link to the page.
     """

@@ -129,8 +129,6 @@ class Session:
         """Save an answer to disk.
 
         Args:
-            number: the question.
-            answer: the better side, or neither.
             strength: a key of :data:`STRENGTHS`, if given.
 
         Returns:
@@ -211,7 +209,6 @@ class Session:
         return Shown(question, (left, 1 - left))
 
     def _read(self) -> None:
-        """Load the annotator's rows: number of a question → the row that answers it."""
         rows = self.choices.of(self.client) if self.client is not None else ()
         found = ((self.questions.number_of(row), row) for row in rows)
         self._chosen = {number: row for number, row in found if number is not None}
@@ -233,7 +230,6 @@ class Session:
         self._journal.append([{**self._journal.rows.get(number, {"row": number}), "neither": dict(by)}])
 
     def _count(self) -> int:
-        """The annotator's number of answers."""
         return (len(self.choices.of(self.client)) if self.client else 0) + len(self._neither())
 
 

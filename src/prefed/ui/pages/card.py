@@ -284,7 +284,6 @@ def _figures(run: RunRecord, export: Export) -> list[tuple[str, str, str, str]]:
 
 
 def _of(run: RunRecord, export: Export) -> list[Figure]:
-    """The metrics of the exported model."""
     figures = run.figures
     if export.selector is not None:
         names = ["baseline_accuracy", f"{export.selector.replace('-', '_')}_accuracy"]
@@ -300,7 +299,6 @@ def _of(run: RunRecord, export: Export) -> list[Figure]:
 
 
 def _shares(figure: Figure, export: Export) -> tuple[Mapping[str, float], float]:
-    """The clients' accuracies behind a metric, and their mean."""
     values = figure.values
     if export.client is None:
         return values["per_client"], values["mean"]

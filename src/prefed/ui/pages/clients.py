@@ -125,7 +125,6 @@ def _block(profile: Profile) -> tuple[Chart | str, Table]:
 
 
 def _profile(profile: Profile) -> Panel:
-    """One row per client, or quantiles if there are more than :data:`BARS` clients."""
     values, numbers = profile.values, [str(block) for block in profile.blocks]
     if len(profile.clients) <= BARS:
         cells = [(client, block) for client in profile.clients for block in profile.blocks]

@@ -75,7 +75,6 @@ def comparison(runs: Sequence[RunRecord]) -> Chart:
 
 
 def _ends(run: RunRecord, name: str, index: int) -> Iterator[Line]:
-    """A solid line for the mean and a dashed one for the worst client, from round 0, the base model."""
     for of, dash, label in (("mean", "", name), ("worst", "5 4", "")):
         rounds, values = run.curve("preference_accuracy", of)
         before = run.figures.get("baseline_accuracy")
@@ -174,7 +173,6 @@ class _Point:
 
 
 def _curve(case: Case, name: str) -> list[_Point]:
-    """A metric over rounds; preference accuracy starts in round 0, the base model."""
     rounds, values = case.over_rounds(name)
     points = []
     before = by_seed(case, "baseline_accuracy") if name == ACCURACIES[0] else {}

@@ -35,19 +35,15 @@ def write_comparison(runs: Sequence[RunRecord], path: Path, chosen: Sequence[Cho
 
 
 def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = ()) -> str:
-    """Render the comparison page.
-
-    Args:
-        runs: the runs.
-        chosen: cases selected by a sweep.
-    """
+    """Render the comparison page, with the cases ``chosen`` by a sweep."""
     compared = Compared(tuple(runs))
     drawn = _drawn(compared)
     cases = [
         Shown(key, name + ("" if k < compared.comparable else " *"), k)
         for k, (key, name) in enumerate(zip(compared.keys, compared.names, strict=True))
     ]
-    names = ACCURACIES[:1] if compared.one_accuracy else ACCURACIES
+    # The two accuracies of a selector are equal.
+    names = ACCURACIES[:1] if all(compared.selectors) else ACCURACIES
     drawings = _charts(compared, drawn, names)
     called = [case.name for case in cases]
     settings = settings_table(compared, called)
@@ -129,13 +125,11 @@ def _warnings(compared: Compared) -> list[str]:
 
 
 def _chosen_cases(compared: Compared, chosen: Sequence[ChosenCase]) -> list[int]:
-    """Indices of the cases selected by a sweep."""
     paths = {path.resolve() for each in chosen for path in each.runs}
     return [k for k, case in enumerate(compared.cases) if case.runs[0].path.resolve() in paths]
 
 
 def _test(compared: Compared, chosen: ChosenCase) -> Facts:
-    """Metrics of a selected case on test pairs."""
     called = {**compared.accuracies, **FURTHER, "baseline_accuracy": "before"}
     return [
         (called[name], f"{plus_minus(values)} over {pluralize(len(values), 'seed', 'seeds')}")
@@ -147,7 +141,6 @@ def _test(compared: Compared, chosen: ChosenCase) -> Facts:
 def _charts(
     compared: Compared, drawn: Sequence[int], names: Sequence[str]
 ) -> dict[str, tuple[str, list[Chart]]]:
-    """Sections with charts: id → heading and charts."""
     clock = "time" if all("time" in run.rounds[-1] for run in compared.runs) else "seconds"
     sections = {
         "rounds": ("Accuracy over rounds", [charts.over_rounds(compared, drawn, name) for name in names]),
@@ -166,7 +159,6 @@ def _charts(
 
 
 def _runs(compared: Compared) -> Table:
-    """Table of single runs, with seed and directory."""
     table = runs_table(compared, compared.labels)
     rows = [
         (name, [*cells, str(run.seed), str(run.path)])

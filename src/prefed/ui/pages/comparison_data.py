@@ -105,11 +105,6 @@ class Compared:
         return ["choice_loss" in case.runs[0].summary for case in self.cases]
 
     @cached_property
-    def one_accuracy(self) -> bool:
-        """Whether preference and reward accuracy are equal, as for selectors."""
-        return all(self.selectors)
-
-    @cached_property
     def accuracies(self) -> dict[str, str]:
         """The two accuracies → their display names."""
         return {name: name.replace("_", " ") for name in ACCURACIES}

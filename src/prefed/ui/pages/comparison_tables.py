@@ -79,7 +79,6 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
 
 
 def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
-    """Tables with one row per run."""
     judged = [
         (n, e.summary) for n, run in zip(names, compared.runs, strict=True) for e in judged_of(run.path)
     ]
@@ -93,7 +92,6 @@ def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
 
 
 def _over_seeds(compared: Compared, names: Sequence[str]) -> list[Table]:
-    """Tables of cases over their seeds; empty if every case has one seed."""
     if not compared.several_seeds:
         return []
     last = compared.comparable
@@ -122,13 +120,7 @@ def _value(run: RunRecord, name: str, of: str) -> float | None:
 
 
 def cases_table(compared: Compared, names: Sequence[str], *, brief: bool = False) -> Table:
-    """Accuracies and costs of each case over its seeds.
-
-    Args:
-        compared: the runs.
-        names: the cases' names.
-        brief: leave out methods, the base model, further metrics and costs.
-    """
+    """Accuracies and costs of each case over its seeds; with ``brief``, only the two accuracies."""
     metrics = [each for each in _columns(compared) if not brief or each[1] in ACCURACIES]
     rows = []
     for name, case in zip(names, compared.cases, strict=True):

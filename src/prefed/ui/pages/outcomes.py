@@ -60,11 +60,9 @@ class Examples:
 
 
 def judged_table(judged: Sequence[Mapping[str, Any]], runs: Sequence[str] = ()) -> Table | None:
-    """Win rates of comparisons; ``None`` if ``judged`` is empty.
+    """Win rates of comparisons, given by their ``summary.json``; ``None`` if there are none.
 
-    Args:
-        judged: the ``summary.json`` of each comparison.
-        runs: the run of each comparison; empty if all are from one run.
+    ``runs`` names the run of each comparison; empty if all are from one run.
     """
     if not judged:
         return None

@@ -152,7 +152,6 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
 
 
 def _notes(run: RunRecord) -> list[str]:
-    """Notes on the best round and on differential privacy, if the run has them."""
     lines = {"stop": best_line, "privacy": privacy_line}
     summary: Mapping[str, Any] = run.summary
     texts = [line(summary[key]) for key, line in lines.items() if key in summary]
@@ -187,7 +186,6 @@ def _warnings(run: RunRecord) -> list[str]:
 
 
 def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Label, value and note of each card: accuracies, then costs."""
     titles = rounds.accuracies(run)
     cards = [_mean_card(run, name, title) for name, title in titles.items()]
     cards += [_worst_card(run, name, title) for name, title in titles.items()]

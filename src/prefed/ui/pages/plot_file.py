@@ -170,5 +170,4 @@ def _color(number: int) -> str:
 
 
 def _plain(name: str) -> str:
-    """Escape dollar signs, which start formulas in matplotlib."""
     return name.replace("$", r"\$")

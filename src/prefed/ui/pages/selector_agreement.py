@@ -136,9 +136,7 @@ AGREEMENT = ("clients", "mean", "worst", "its clients", "others", "newcomers")
 def agreement_table(agreements: Sequence[Agreement], pairs: str) -> Table | None:
     """Table of each selector's and the vote's agreement with clients; ``None`` without agreements.
 
-    Args:
-        agreements: one per selector, and one of the vote.
-        pairs: description of the evaluated pairs.
+    ``pairs`` describes the evaluated pairs in the caption.
     """
     if not agreements:
         return None

@@ -100,8 +100,6 @@ def draw(chart: Chart, *, narrow: bool) -> Drawing:
 
 
 class _Panel:
-    """Draws a panel into ``groups``."""
-
     def __init__(
         self,
         chart: Chart,

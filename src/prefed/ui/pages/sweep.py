@@ -39,10 +39,7 @@ Outcome = Mapping[str, Any]
 def keep(cell: SweepCell, names: Sequence[str], outcome: Outcome) -> None:
     """Add or replace a finished cell in ``TABLE.json`` and ``TABLE.md``.
 
-    Args:
-        cell: the cell.
-        names: names of all cells of its table, in order.
-        outcome: its results.
+    ``names`` are the names of all cells of the table, in order.
     """
     file = cell.folder.with_name(f"{cell.folder.name}.json")
     before = json.loads(file.read_text("utf-8")) if file.exists() else []
@@ -66,7 +63,6 @@ def _rate_was_chosen(outcome: Outcome) -> bool:
 
 
 def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
-    """Table of cells with a learning rate selected on validation pairs, by decreasing accuracy."""
     columns = [(name, key) for name, key in COLUMNS if any(each.get(key) for each in outcomes)]
     paper = ["paper"] if any("paper" in each for each in outcomes) else []
     head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns)]
@@ -159,11 +155,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def keep_grid(sweep: GridSweep, chosen: Sequence[Chosen]) -> tuple[Path, Path] | None:
-    """Write ``FOLDER.json`` and ``FOLDER.html`` for the finished runs of a sweep.
-
-    Returns:
-        Both paths; ``None`` without finished runs.
-    """
+    """Write ``FOLDER.json`` and ``FOLDER.html`` for a sweep; ``None`` without finished runs."""
     runs = [sweep.run_of(each, seed) for each in sweep.combinations for seed in sweep.seeds]
     records = [read_run(run.out) for run in runs if run.finished]
     if not records:

@@ -43,10 +43,7 @@ def print_result(
     """Print each client before and after, notes and warnings, and the cost of the run.
 
     Args:
-        summary: the content of ``summary.json``.
-        console: where to print.
         more: heading → further column, with the structure of ``summary["preference_accuracy"]``.
-        groupings: of a run that trains several selectors.
         tastes: the content of ``tastes.json``, if any.
     """
     console.print(terminal(_clients(summary, more or {})))
@@ -369,7 +366,6 @@ def _quantiles(lengths: Lengths) -> str:
 
 
 def _largest(categories: dict[str, int], most: int = 2) -> str:
-    """The largest categories with their shares, and the number of other categories."""
     total = sum(categories.values())
     ranked = sorted(categories.items(), key=lambda item: (-item[1], item[0]))
     listed = ", ".join(f"{name} {count / total:.0%}" for name, count in ranked[:most])
