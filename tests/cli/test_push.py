@@ -75,9 +75,9 @@ def test_a_card_says_what_the_run_says(place, tmp_path):
     assert float(settings["method.lr"]) == 0.01
     assert settings["lora.rank"] == "2"
     for words in (
-        "16 preference pairs from a set that is not public, held by 2 clients of 8 pairs each",
+        "16 preference pairs from a dataset that is not public, held by 2 clients with 8 pairs each",
         "https://arxiv.org/abs/2605.20696",
-        "cc-by-4.0, as the base model",
+        "cc-by-4.0, like the base model",
         "PeftModel.from_pretrained(base, 'path/to/this/folder')",
     ):
         assert words in card.text
