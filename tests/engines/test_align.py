@@ -304,9 +304,9 @@ def test_the_aligned_model_is_pushed_with_its_own_card(finished, hub, place, tmp
     assert f"| agreement | {agreement:.1%} |" in card
     assert f"{train['held_out']} pair" in card
     for words in (
-        "aligned with the clients' selectors.",
+        "The server's model, aligned with labels from the clients' selectors.",
         "| align.lr | 0.001 |",
-        "10 prompts of the server's own",
+        "The server's model completed 10 prompts that no client holds.",
     ):
         assert words in card
     assert not any(words in card for words in (str(place), "left", "right", "| before |", "Case "))

@@ -350,7 +350,7 @@ def test_a_policy_is_pushed_at_a_taste(tasting, hub):
         files = hub.repos["ann/one"].files
         assert files[weights] == (folder / weights).read_bytes()
         card = files["README.md"].decode()
-        assert "aligned with the clients' selectors, at one taste." in card
+        assert "aligned with labels from the clients' selectors, with one taste." in card
         assert "| align.tastes | prototypes |" in card
         assert "w1" not in card
         if taste == ("--aligned",):
