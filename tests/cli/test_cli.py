@@ -105,7 +105,7 @@ def test_a_directory_in_use_twice(place):
     prefed_("run", "exp.toml", "--out", "a")
     before = toy.outcome(place / "a")
     output = prefed_("run", "exp.toml", "--out", "a", code=1)
-    assert "a is not empty; resume the run in it (--resume, or resume=True), or choose another" in output
+    assert "a already contains a run: resume it (--resume, or resume=True), or choose another" in output
     assert "rounds →" not in output
     assert "Traceback" not in output
     assert toy.outcome(place / "a") == before
@@ -123,7 +123,9 @@ def test_other_peoples_files_are_no_run_to_go_on_with(place):
 def test_a_mistyped_directory_is_not_resumed(place):
     prefed_("run", "exp.toml", "--out", "runs/first")
     output = prefed_("run", "exp.toml", "--out", "runs/frist", "--resume", code=1)
-    assert "runs/frist holds no run to resume; did you mean runs/first?; without --resume (resume" in output
+    assert (
+        "runs/frist contains no run to resume; did you mean runs/first?; to start a new run, omit" in output
+    )
     assert "rounds →" not in output
     assert not (place / "runs/frist").exists()
 

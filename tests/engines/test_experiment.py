@@ -305,7 +305,7 @@ def test_settings_that_are_no_experiment_are_named(place, tmp_path):
 def test_resuming_a_run_that_is_not_there_starts_none(place, tmp_path):
     """``resume=out.exists()`` starts it, and goes on with it."""
     out = tmp_path / "run"
-    with pytest.raises(StoreError, match="holds no run to resume"):
+    with pytest.raises(StoreError, match="contains no run to resume"):
         run(experiment(place, rounds=1), out, resume=True)
     for _ in range(2):
         run(experiment(place, rounds=1), out, resume=out.exists())

@@ -82,7 +82,7 @@ def test_what_a_site_must_not_send_is_dropped_and_its_client_set_aside(tmp_path)
     rounds = RunReader(tmp_path / "run").rounds()
     drops = {record["round"]: drop["reason"] for record in rounds for drop in record["dropped"]}
     assert {drop["client"] for record in rounds for drop in record["dropped"]} == {BAD}
-    assert drops[2] == "started from round 1, and this is round 2"
+    assert drops[2] == "is of round 1, not round 2"
     assert drops[3] == "its site reports: its answer is not a message"
     assert "bytes; expected at most" in drops[4]
     assert drops[5].startswith(f"its site reports: its answer has {2 * HEADER:,} bytes, at most ")

@@ -196,14 +196,14 @@ WIDE = Tensors(Layout((replace(FIRST, shape=(5,)), *REST)), torch.zeros(toy.LAYO
 @pytest.mark.parametrize(
     ("leak", "reason"),
     [
-        (lambda u: {"scalars": {"loss": [0.1, SECRET]}}, "under 'loss' a list, not a number"),
-        (lambda u: {"scalars": {"loss": True}}, "under 'loss' a bool"),
+        (lambda u: {"scalars": {"loss": [0.1, SECRET]}}, "'loss' is a list, not a number"),
+        (lambda u: {"scalars": {"loss": True}}, "'loss' is a bool, not a number"),
         (
             lambda u: {"scalars": {"loss": 1.0, SECRET: 1.0}},
             f"does not expect: a text of {len(SECRET)} characters",
         ),
         (lambda u: {"scalars": {"loss": 1.0, UNSPACED: 1.0}}, "does not expect: a text of 9 characters"),
-        (lambda u: {"client": SECRET}, "calls itself somebody else"),
+        (lambda u: {"client": SECRET}, "is from a client other than"),
         (
             lambda u: {"tensors": {SECRET: u.tensors["model"]}},
             "lacks groups that the exchange expects: model",
@@ -214,15 +214,15 @@ WIDE = Tensors(Layout((replace(FIRST, shape=(5,)), *REST)), torch.zeros(toy.LAYO
         ),
         (lambda u: {"tensors": {"model": Tensors.empty()}}, "lacks tensors that group 'model' expects: head"),
         (lambda u: {"scalars": {}}, "lacks numbers that the exchange expects: loss"),
-        (lambda u: {"weight": 3.14159}, "weighs 3.14159"),
-        (lambda u: {"weight": SECRET}, "weighs a str"),
-        (lambda u: {"sent_at": SECRET}, "started from round a str"),
-        (lambda u: {"sent_at": 2}, "started from round 2"),
+        (lambda u: {"weight": 3.14159}, "has weight 3.14159"),
+        (lambda u: {"weight": SECRET}, "has weight a str"),
+        (lambda u: {"sent_at": SECRET}, "is of round a str, not round 1"),
+        (lambda u: {"sent_at": 2}, "is of round 2, not round 1"),
         (lambda u: {"tensors": {"model": WIDE}}, r"lora/0/A in group 'model' has shape \(5,\)"),
         (lambda u: {"tensors": {"model": u.tensors["model"].to(torch.float32)}}, "has dtype torch.float32"),
         (
             lambda u: {"tensors": {"model": Tensors(RENAMED, u.tensors["model"].flat)}},
-            "laid out otherwise than the model",
+            "has a different layout than the model",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def test_what_is_missing_or_beyond_measure_ends_no_run(tmp_path, name, settings,
         (typed("\ud800"), r"unexpected dtype \\ud800"),
         (typed("\x1b[31m\u202e"), r"unexpected dtype \\x1b\[31m\\u202e"),
         (typed("x" * 500), "x{200}.*…$"),
-        (header(lambda inner: inner.update(kind="\x1b" * 70)), r"found '(\\x1b)+.*…$"),
+        (header(lambda inner: inner.update(kind="\x1b" * 70)), r"the message is of kind '(\\x1b)+.*…$"),
         (header(lambda inner: inner.update(kind="k" * 10**6)), "bytes; expected at most [0-9,]+"),
     ],
 )
@@ -356,7 +356,7 @@ def test_an_upload_of_an_earlier_round_is_refused(tmp_path, late):
     _, (first, second), _ = play(tmp_path / "run", whole, forging(replay))
     assert first["dropped"] == []
     (drop,) = second["dropped"]
-    assert (drop["client"], drop["reason"]) == (BAD, "started from round 1, and this is round 2")
+    assert (drop["client"], drop["reason"]) == (BAD, "is of round 1, not round 2")
 
 
 @pytest.mark.parametrize("rule", RULES)

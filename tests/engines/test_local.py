@@ -228,10 +228,10 @@ def test_a_cohort_larger_than_the_federation_is_refused():
         ("leak", "not shared: head"),
         ("number", "does not expect: first_prompt_length"),
         ("infinite", "'loss' is inf"),
-        ("heavy", "weighs 1000000"),
-        ("light", r"weighs 1\.0, not its \d+ training pairs"),
+        ("heavy", "has weight 1000000"),
+        ("light", r"has weight 1\.0, not its \d+ training pairs"),
         ("shape", r"lora/0/A in group 'model' has shape \(3, 2\), not \(2, 3\)"),
-        ("stranger", "calls itself somebody else than 'Client 2/ü'"),
+        ("stranger", "is from a client other than 'Client 2/ü'"),
     ],
 )
 def test_a_bad_upload_is_dropped_and_named(tmp_path, fault, reason):

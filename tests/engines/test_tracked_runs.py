@@ -274,6 +274,6 @@ def test_a_tool_that_is_missing_is_an_error_before_the_run(place, tmp_path, monk
     out = tmp_path / "run"
     told = CliRunner().invoke(app, ["run", str(file), "--out", str(out), "--track", "wandb"])
     assert told.exit_code == 1
-    assert "[track] to = 'wandb': its package cannot be imported" in told.stderr
-    assert "pip install 'prefed[wandb]', or leave it out" in told.stderr
+    assert "[track] to = 'wandb': cannot import its package" in told.stderr
+    assert "install it with pip install 'prefed[wandb]', or remove 'wandb'" in told.stderr
     assert not out.exists()

@@ -115,7 +115,7 @@ def test_the_server_waits_until_somebody_comes(tmp_path):
     for server in ("synchronous", "buffered"):
         again = plan(5, "a", server=server, trace=path, period=10)
         assert [one.at for one in again] == [6, 7, 8, 9, 16]
-        with pytest.raises(FleetError, match="round 5: no client is there any more after 9 s"):
+        with pytest.raises(FleetError, match="round 5: no client is online after 9 s"):
             plan(5, "a", server=server, trace=path)
 
 
@@ -225,7 +225,9 @@ def test_a_fleet_whose_visits_never_end_with_a_reply_is_given_up(tmp_path, monke
     monkeypatch.setattr(sys.modules["prefed.engines.simulated_fleet"], "VAIN", 50)
     path = trace(tmp_path, "client,start,end\na,0,5\n")
     for server in ("synchronous", "buffered"):
-        with pytest.raises(FleetError, match=r"round 1: 50 visits in a row .* the last of 'a': "):
+        with pytest.raises(
+            FleetError, match=r"round 1: 50 consecutive visits .* the last one of 'a': lower "
+        ):
             plan(1, "a", server=server, trace=path, period=10, seconds=6)
 
 
@@ -245,14 +247,17 @@ def test_wrong_json_lines_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"server": "buffered", "max_delay": 1}, "leave out max_delay"),
-        ({"buffer": 2}, "belongs to the buffered server"),
-        ({"spread": 0.5}, "spread belongs to"),
-        ({"speeds": "uniform"}, "spread belongs to"),
-        ({"speeds": "uniform", "spread": 1}, "below 1"),
-        ({"online": 1}, "go together"),
-        ({"trace": "x.csv", "online": 1, "offline": 1}, "leave out online"),
-        ({"period": 5}, "belongs to a trace"),
+        ({"server": "buffered", "max_delay": 1}, "max_delay is only for server = 'synchronous': remove it"),
+        ({"buffer": 2}, "buffer is only for server = 'buffered': remove it, or set server"),
+        ({"spread": 0.5}, "spread is required for speeds 'uniform' and 'lognormal'"),
+        ({"speeds": "uniform"}, "spread is required for speeds 'uniform' and 'lognormal'"),
+        ({"speeds": "uniform", "spread": 1}, "spread of uniform speeds must be below 1"),
+        ({"online": 1}, "online and offline must be set together"),
+        (
+            {"trace": "x.csv", "online": 1, "offline": 1},
+            "the trace defines when clients are online: remove online and offline",
+        ),
+        ({"period": 5}, "period is only for a trace: set trace, or remove period"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):
@@ -263,5 +268,5 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 def test_more_replies_than_clients_cannot_be_waited_for():
     with pytest.raises(FleetError, match="only 3 clients train"):
         plan(1, server="buffered", buffer=4)
-    with pytest.raises(FleetError, match="a cohort of 4 cannot be had of 3 clients"):
+    with pytest.raises(FleetError, match="a cohort of 4 clients: only 3 clients train"):
         plan(1, cohort=4)

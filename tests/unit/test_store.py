@@ -114,7 +114,9 @@ def test_a_crash_while_repairing_is_repaired(tmp_path, monkeypatch):
 
 def test_a_full_directory_is_refused_with_advice(tmp_path):
     play(tmp_path / "run", 1)
-    with pytest.raises(StoreError, match=r"not empty; resume .*--resume, or resume=True.* another --out"):
+    with pytest.raises(
+        StoreError, match=r"already contains a run: resume it .*--resume, or resume=True.* another --out"
+    ):
         RunWriter(tmp_path / "run")
 
 
@@ -145,13 +147,20 @@ def test_a_start_that_failed_may_be_started_again(tmp_path):
 
 def test_resuming_nothing_is_refused_with_the_runs_beside_it(tmp_path):
     """A mistyped directory, one that is empty, and one among runs of other names; nothing is made there."""
-    with pytest.raises(StoreError, match=r"mine holds no run to resume; without --resume \(resume=True\)"):
+    with pytest.raises(
+        StoreError, match=r"mine contains no run to resume; to start a new run, omit --resume \(resume=True\)"
+    ):
         RunWriter(tmp_path / "mine", resume=True)
     play(tmp_path / "ward-a", 1)
     (tmp_path / "ward").mkdir()
-    with pytest.raises(StoreError, match=rf"no run to resume; did you mean {tmp_path}/ward-a\?; without"):
+    with pytest.raises(
+        StoreError,
+        match=rf"no run to resume; did you mean {tmp_path}/ward-a\?; to start a new run, omit --resume",
+    ):
         RunWriter(tmp_path / "ward", resume=True)
-    with pytest.raises(StoreError, match=r"no run to resume \(runs next to it: ward-a\); without"):
+    with pytest.raises(
+        StoreError, match=r"no run to resume \(runs next to it: ward-a\); to start a new run, omit --resume"
+    ):
         RunWriter(tmp_path / "mine", resume=True)
     assert {path.name for path in tmp_path.iterdir()} == {"ward", "ward-a"}
     assert not list((tmp_path / "ward").iterdir())
@@ -177,7 +186,7 @@ def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path, monkeypa
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(StoreError, match=r"cannot be locked \(No locks available\)"):
+    with pytest.raises(StoreError, match=r"cannot lock .*/run \(No locks available\)"):
         RunWriter(tmp_path / "run")
 
 
@@ -185,7 +194,9 @@ def test_a_run_that_lost_its_checkpoint_is_told_so(tmp_path):
     play(tmp_path / "run", 1)
     (tmp_path / "run/checkpoint").rename(tmp_path / "elsewhere")
     for resume in (False, True):
-        with pytest.raises(StoreError, match="has no checkpoint/, without which the run"):
+        with pytest.raises(
+            StoreError, match="has no checkpoint/, which is needed to continue the run: restore it"
+        ):
             RunWriter(tmp_path / "run", resume=resume)
 
 
@@ -243,7 +254,11 @@ def test_other_data_is_not_resumed(tmp_path):
     [
         ("rounds.jsonl", lambda p: p.write_text('{"round": 1}\n'), "no record of round 2"),
         ("checkpoint/COMMIT.json", lambda p: p.write_text("{"), "damaged"),
-        ("checkpoint/COMMIT.json", lambda p: p.write_text('{"format": 99}'), "another version"),
+        (
+            "checkpoint/COMMIT.json",
+            lambda p: p.write_text('{"format": 99}'),
+            "has format 99, not 1: use the prefed that wrote it",
+        ),
         ("checkpoint/server@000002.safetensors", Path.unlink, "server's state of round 2 is missing"),
         # The odd client was last visited in round 1; without its state it would start over.
         (

@@ -304,7 +304,9 @@ def test_the_names_in_a_file_are_those_of_the_tools():
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, tmp_path):
     """Also where the working directory has a folder of its name, which Python would import."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TrackerError, match=r"pip install 'prefed\[wandb\]', or leave it out"):
+    with pytest.raises(
+        TrackerError, match=r"install it with pip install 'prefed\[wandb\]', or remove 'wandb'"
+    ):
         trackers(["wandb"])
     monkeypatch.delitem(sys.modules, "wandb")
     (tmp_path / "wandb").mkdir()

@@ -1,7 +1,7 @@
-"""A fleet of clients on a virtual clock: when each replies, and whose uploads a round merges.
+"""Simulated fleet with a virtual clock: when clients reply, and which uploads each round merges.
 
-The schedule is a function of the seed and the ``[fleet]`` table, and of nothing that is trained. So all of
-it is known before training, and a resumed run continues where it was.
+The schedule depends only on the seed and the ``[fleet]`` table, not on training. It is therefore known in
+advance, and a resumed run continues it.
 """
 
 from __future__ import annotations
@@ -22,75 +22,77 @@ from prefed.engines.fleet_trace import Window, read_trace
 
 
 class FleetConfig(StrictModel):
-    """A simulated fleet. By default all clients are equally fast and always there, and none is late.
+    """``[fleet]``: a simulated fleet. By default all clients are equally fast, always online and never late.
 
     Raises:
-        ValueError: two of the keys cannot serve together; the error says why.
+        ValueError: two keys cannot be combined.
     """
 
     server: Literal["synchronous", "buffered"] = Field(
         "synchronous",
-        description="synchronous waits for the whole cohort; buffered keeps as many clients at work as a "
-        "cohort has, and merges when enough replies are in",
+        description="synchronous: wait for the whole cohort; buffered: keep one cohort of clients busy, and "
+        "merge when enough replies have arrived",
     )
     max_delay: int = Field(
         0,
         ge=0,
-        description="synchronous: a client starts from a model that is 0 to so many rounds old, drawn for "
+        description="synchronous: maximum age in rounds of the model that a client starts from, drawn for "
         "each client and round",
     )
     buffer: int | None = Field(
-        None, ge=1, description="buffered: replies that a merge needs; left out: as many as a cohort has"
+        None, ge=1, description="buffered: number of replies per merge; default: the size of a cohort"
     )
-    seconds: float = Field(1.0, gt=0, description="mean time that a client takes for a visit")
+    seconds: float = Field(1.0, gt=0, description="mean duration of a visit in seconds")
     speeds: Literal["equal", "uniform", "lognormal", "exponential"] = Field(
-        "equal", description="how clients' own times lie around that mean"
+        "equal", description="distribution of clients' mean durations around `seconds`"
     )
     spread: float | None = Field(
         None,
         gt=0,
-        description="of uniform: half of its width, as a share of the mean; of lognormal: sigma",
+        description="uniform: half width relative to the mean; lognormal: sigma",
     )
-    jitter: float = Field(0.0, ge=0, description="sigma of a lognormal factor of mean 1 on each visit's time")
-    network: float = Field(0.0, ge=0, description="seconds for the messages of a visit, both ways")
+    jitter: float = Field(
+        0.0, ge=0, description="sigma of a lognormal factor with mean 1 on the duration of each visit"
+    )
+    network: float = Field(0.0, ge=0, description="seconds for the messages of a visit, in both directions")
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="probability that a visit ends without a reply, at any moment of it"
+        0.0, ge=0, lt=1, description="probability that a visit ends without a reply, at a random time"
     )
     online: float | None = Field(
-        None, gt=0, description="mean seconds that a client is there at a time; left out: always"
+        None, gt=0, description="mean seconds that a client stays online; default: always online"
     )
-    offline: float | None = Field(None, gt=0, description="mean seconds that it is away in between")
+    offline: float | None = Field(None, gt=0, description="mean seconds that a client stays offline")
     trace: str | None = Field(
         None,
-        description="a CSV or JSON lines file with times when each client is there, and its speed then",
+        description="a CSV or JSON lines file with the times when each client is online, and its speed",
     )
-    period: float | None = Field(None, gt=0, description="seconds after which the trace starts again")
+    period: float | None = Field(None, gt=0, description="seconds after which the trace repeats")
 
     @model_validator(mode="after")
     def _coherent(self) -> FleetConfig:
         if self.server == "buffered" and self.max_delay:
-            raise ValueError("with a buffered server delays follow from the speeds: leave out max_delay")
+            raise ValueError("max_delay is only for server = 'synchronous': remove it")
         if self.server == "synchronous" and self.buffer is not None:
-            raise ValueError("buffer belongs to the buffered server; a synchronous one waits for its cohort")
+            raise ValueError("buffer is only for server = 'buffered': remove it, or set server")
         if (self.speeds in ("uniform", "lognormal")) != (self.spread is not None):
-            raise ValueError("spread belongs to speeds 'uniform' and 'lognormal', which need it")
+            raise ValueError("spread is required for speeds 'uniform' and 'lognormal', and only for these")
         if self.speeds == "uniform" and self.spread is not None and self.spread >= 1:
-            raise ValueError("spread of uniform speeds is below 1: no visit takes no time")
+            raise ValueError("spread of uniform speeds must be below 1")
         if (self.online is None) != (self.offline is None):
-            raise ValueError("online and offline go together: give both or none")
+            raise ValueError("online and offline must be set together: add the other, or remove both")
         if self.trace is not None and self.online is not None:
-            raise ValueError("the trace says when clients are there: leave out online and offline")
+            raise ValueError("the trace defines when clients are online: remove online and offline")
         if self.period is not None and self.trace is None:
-            raise ValueError("period belongs to a trace")
+            raise ValueError("period is only for a trace: set trace, or remove period")
         return self
 
 
 _GAP = 1e-9
-"""Windows that are less apart, relative to the time, are one: cycles of a trace end by rounded sums."""
+"""Relative gap below which two windows count as contiguous, to allow for rounding in repeated traces."""
 
 
 class FleetClient:
-    """One client, on a clock that never goes back."""
+    """A simulated client. Times passed to its methods must not decrease."""
 
     def __init__(self, config: FleetConfig, key: Key, windows: Iterator[Window]) -> None:
         self._config, self._key = config, key
@@ -98,21 +100,21 @@ class FleetClient:
         self._visits = 0
 
     def present(self, now: float) -> bool:
-        """Whether the client is there."""
+        """Return whether the client is online."""
         return self._window(now).start <= now
 
     def returns(self, now: float) -> float:
-        """The time from which the client is there: ``now`` if it is, infinity if it never will be."""
+        """The next time at which the client is online: ``now`` if it is online, infinity if never."""
         return max(now, self._window(now).start)
 
     def visit(self, now: float, work: float) -> tuple[float, bool]:
-        """Ask the client to train; it is there.
+        """Simulate a visit of the client, which must be online.
 
         Args:
-            work: the visit's work, as a multiple of the usual.
+            work: work relative to the default.
 
         Returns:
-            When the visit ends, and whether it ends with a reply.
+            The end of the visit, and whether the client replies.
         """
         self._visits += 1
         generator = self._key.at("visit", self._visits).numpy()
@@ -126,13 +128,13 @@ class FleetClient:
         return (end, True) if end <= leaves else (leaves, False)
 
     def _window(self, now: float) -> Window:
-        """The window of ``now``, or the next one."""
+        """The current window, or else the next one."""
         while self._get(0).end <= now:
             self._ahead.popleft()
         return self._get(0)
 
     def _leaves(self, until: float) -> float:
-        """When the client goes away, or a later time than ``until``; windows that touch are one."""
+        """The time at which the client goes offline, or some time after ``until``."""
         place, end = 1, self._get(0).end
         while end < until and self._get(place).start <= end + _GAP * max(1.0, end):
             end = self._get(place).end
@@ -149,10 +151,10 @@ _NEVER = Window(math.inf, math.inf, 1.0, 0.0, 0.0)
 
 
 def fleet_clients(config: FleetConfig, members: Sequence[str], key: Key) -> dict[str, FleetClient]:
-    """The clients of a fleet, each with its own speed and its own randomness.
+    """The clients of a fleet, with individual speeds and random streams.
 
     Raises:
-        ValueError: the trace is wrong; see :func:`~prefed.engines.fleet_trace.read_trace`.
+        ValueError: the trace is invalid; see :func:`~prefed.engines.fleet_trace.read_trace`.
     """
     keys = {client: key.at("client", client) for client in members}
     usual = {client: _usual(config, keys[client].at("speed")) for client in members}
@@ -166,7 +168,7 @@ def fleet_clients(config: FleetConfig, members: Sequence[str], key: Key) -> dict
 
 
 def _usual(config: FleetConfig, key: Key) -> Window:
-    """What counts for a client at all times unless a trace says otherwise."""
+    """The default window of a client, with its speed."""
     generator, factor, spread = key.numpy(), 1.0, config.spread or 0.0
     if config.speeds == "uniform":
         factor = generator.uniform(1 - spread, 1 + spread)
@@ -178,7 +180,7 @@ def _usual(config: FleetConfig, key: Key) -> Window:
 
 
 def _windows(config: FleetConfig, windows: Sequence[Window], key: Key) -> Iterator[Window]:
-    """All windows of a client in the order of time; infinitely many where they repeat."""
+    """Yield the windows of a client in order of time; infinitely many if they repeat."""
     if config.online is not None and config.offline is not None:
         yield from _alternate(config.online, config.offline, windows[0], key)
         return
@@ -191,7 +193,7 @@ def _windows(config: FleetConfig, windows: Sequence[Window], key: Key) -> Iterat
 
 
 def _alternate(online: float, offline: float, usual: Window, key: Key) -> Iterator[Window]:
-    """Exponential times of presence and absence; at time 0 the process has run for ever."""
+    """Alternating exponential online and offline times; the process is stationary at time 0."""
     generator = key.at("presence").numpy()
     now = 0.0 if generator.random() < online / (online + offline) else generator.exponential(offline)
     while True:
@@ -201,21 +203,21 @@ def _alternate(online: float, offline: float, usual: Window, key: Key) -> Iterat
 
 
 VAIN = 100_000
-"""Visits in a row without a reply after which a fleet is given up."""
+"""Consecutive visits without a reply after which the simulation fails."""
 
 
 class FleetError(ValueError):
-    """A fleet that cannot do what is asked of it."""
+    """The fleet cannot complete a round."""
 
 
 @dataclass(frozen=True, order=True)
 class Visit:
-    """A client's turn: it is asked, trains, and replies.
+    """A visit of a client.
 
     Attributes:
-        started_from: number of the model that it starts from; 0 is the initial one, r is what round r made.
-        asked: the virtual time in seconds.
-        at: the time of the reply, or of the visit's end where none comes.
+        started_from: the round whose model it starts from; 0: the initial model.
+        asked: start of the visit, in virtual seconds.
+        at: end of the visit, in virtual seconds.
     """
 
     client: str
@@ -226,14 +228,14 @@ class Visit:
 
 @dataclass(frozen=True)
 class ScheduledRound:
-    """What is known of a round before anything is trained.
+    """The schedule of a round.
 
     Attributes:
-        number: 1 for the first.
-        at: virtual time of the merge, in seconds from the run's start.
-        visits: whose uploads it merges, sorted by client; no two have the same client and the same model.
-        lost: visits that ended without a reply since the round before, sorted.
-        keep: number of the oldest model that an upload of a later round starts from.
+        number: number of the round, from 1.
+        at: time of the merge, in virtual seconds since the start of the run.
+        visits: visits whose uploads are merged, sorted by client; each client and model occurs at most once.
+        lost: visits that ended without a reply since the previous round, sorted.
+        keep: round of the oldest model that a later upload starts from.
     """
 
     number: int
@@ -243,7 +245,7 @@ class ScheduledRound:
     keep: int
 
     def late(self, visit: Visit) -> int:
-        """How many rounds old the visit's model was when its upload was merged: 0 if it was the newest."""
+        """Age in rounds of the visit's model at the merge; 0 for the newest."""
         return self.number - 1 - visit.started_from
 
     @property
@@ -259,24 +261,24 @@ def schedule(
     key: Key,
     work: Mapping[str, float] | None = None,
 ) -> Iterator[ScheduledRound]:
-    """Every round of a run, without end.
+    """Yield the rounds of a run, without end.
 
-    A synchronous server asks ``cohort`` of the clients that are there, or all of these if they are fewer, and
-    merges when nobody works any more. A buffered server keeps ``cohort`` clients at work. It merges the first
-    ``buffer`` replies and continues (FedBuff, arXiv:2106.06639). No client is asked while it works, nor while
-    its reply from the newest model waits to be merged. What happens at one moment counts in this order:
-    replies, merges, new visits.
+    A synchronous server asks ``cohort`` clients of those that are online, or all of them if there are fewer,
+    and merges when all visits have ended. A buffered server keeps ``cohort`` clients busy and merges the
+    first ``buffer`` replies (FedBuff, arXiv:2106.06639). A client is not asked during a visit, nor while its
+    reply from the newest model waits to be merged. Simultaneous events are processed in this order: replies,
+    merges, new visits.
 
     Args:
-        members: the clients that train, sorted.
-        cohort: clients of a round, or at work at a time.
-        key: ``Key(seed)``, of the whole run. A cohort is drawn at the key of its round.
-        work: client → the work of its visits, as a multiple of the usual; 1 where left out.
+        members: the training clients, sorted.
+        cohort: number of clients per round, or of concurrent visits.
+        key: ``Key(seed)`` of the run. A cohort is drawn at the key of its round.
+        work: client → work of its visits relative to the default (default: 1).
 
     Raises:
-        FleetError: there are fewer members than a merge needs replies; or no client is there ever again, or
-            :data:`VAIN` visits in a row ended without a reply.
-        ValueError: the trace is wrong.
+        FleetError: there are fewer members than replies per merge, no client will ever be online again, or
+            :data:`VAIN` consecutive visits ended without a reply.
+        ValueError: the trace is invalid.
 
     >>> fleet = FleetConfig(server="buffered", buffer=1)
     >>> rounds = schedule(fleet, ["a", "b"], 2, Key(42), work={"a": 1, "b": 2.5})
@@ -284,11 +286,11 @@ def schedule(
     ['a', 'a', 'b', 'a', 'a']
     """
     if not 1 <= cohort <= len(members):
-        raise FleetError(f"a cohort of {cohort} cannot be had of {len(members)} clients")
+        raise FleetError(f"a cohort of {cohort} clients: only {len(members)} clients train")
     if (config.buffer or 1) > len(members):
         raise FleetError(
-            f"[fleet] buffer = {config.buffer}, but only {len(members)} clients train, and none replies "
-            "twice to one model"
+            f"[fleet] buffer = {config.buffer}: only {len(members)} clients train, and each replies once per "
+            "model: lower it"
         )
     return _Server(config, members, cohort, key, work or {}).rounds()
 
@@ -316,7 +318,7 @@ class _Server:
                 yield self._merge()
 
     def _ask(self) -> bool:
-        """Ask as many clients as may be; whether fewer were there than the server would ask."""
+        """Start as many visits as possible; return whether the server waits for more clients."""
         slots = self.cohort - len(self.at_work)
         if not self.buffered and self.at_work:
             return False
@@ -324,7 +326,7 @@ class _Server:
         number = min(slots, len(there))
         if number:
             key = self.key.at("round", self.model + 1).at("cohort")
-            # The first draw of a round is that of a run without a fleet.
+            # The first draw of a round is the same as without a fleet.
             key = key.at("again", self.draws) if self.draws else key
             self.draws += 1
             drawn = key.numpy().choice(len(there), number, replace=False)
@@ -335,27 +337,27 @@ class _Server:
         return number < slots and (self.buffered or not number)
 
     def _idle(self) -> list[str]:
-        """Who neither works nor has replied to the newest model, sorted."""
+        """The clients that are neither busy nor have replied to the newest model, sorted."""
         busy = {visit.client for _, visit, _ in self.at_work}
         busy |= {visit.client for visit in self.replies if visit.started_from == self.model}
         return [client for client in self.clients if client not in busy]
 
     def _delay(self, client: str) -> int:
-        """How many rounds old the model is that the client gets."""
+        """Age in rounds of the model that the client gets."""
         if not self.config.max_delay:
             return 0
         key = self.key.at("round", self.model + 1).at("delay").at("client", client)
         return min(self.model, int(key.numpy().integers(self.config.max_delay + 1)))
 
     def _pass_time(self, wanting: bool) -> None:
-        """Go on to the next moment at which something happens; ``wanting``: a client's return counts too."""
+        """Advance to the next event; with ``wanting`` also to the return of a client."""
         end = self.at_work[0][0] if self.at_work else float("inf")
         if wanting:
             end = min([end, *(self.clients[client].returns(self.now) for client in self._idle())])
         if end == float("inf"):
             raise FleetError(
-                f"round {self.model + 1}: no client is there any more after {self.now:g} s, and the server "
-                f"has {len(self.replies)} replies; extend the trace, or give it a period"
+                f"round {self.model + 1}: no client is online after {self.now:g} s, when the server has "
+                f"{len(self.replies)} replies: extend the trace, or set [fleet] period"
             )
         self.now = end
         while self.at_work and self.at_work[0][0] == end:
@@ -364,9 +366,9 @@ class _Server:
             self.vain = 0 if replies else self.vain + 1
         if self.vain >= VAIN:
             raise FleetError(
-                f"round {self.model + 1}: {self.vain:,} visits in a row ended without a reply, the last of "
-                f"{self.lost[-1].client!r}: clients drop out too often, or go away before a visit ends; "
-                "lower [fleet] seconds, network or dropout, or have clients there for longer"
+                f"round {self.model + 1}: {self.vain:,} consecutive visits ended without a reply, the last "
+                f"one of {self.lost[-1].client!r}: lower [fleet] seconds, network or dropout, or keep "
+                "clients online for longer"
             )
 
     def _due(self) -> bool:

@@ -1,8 +1,7 @@
-"""What a run spends of its clients' privacy, by the accountant of the package ``dp-accounting``.
+"""Privacy accounting with the package ``dp-accounting``.
 
-Its Rényi accountant speaks of noise over *sensitivity*, the most that one client can change the sum, whatever
-the relation of neighbours. It does not double the sensitivity itself where one client is replaced: that is
-done here.
+Its Rényi accountant expects noise relative to the *sensitivity*, the maximum change of the sum by one client.
+It does not double the sensitivity if neighbouring data sets replace a client; this module does.
 """
 
 from __future__ import annotations
@@ -25,24 +24,23 @@ if TYPE_CHECKING:
 Sampling = Literal["none", "fixed", "poisson"]
 
 _ORDERS = (*range(2, 33), 40, 48, 64, 128)
-"""Rényi orders for drawn cohorts. Between whole ones, the accountant takes minutes or does not converge."""
+"""Rényi orders for sampled cohorts. For other orders the accountant takes minutes or does not converge."""
 
 
 class AccountantError(RuntimeError):
-    """The accountant's package is missing, or no noise serves. The message says what to do."""
+    """The accountant is not installed, or no noise satisfies the target."""
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """One release of a mechanism, and what is promised of it.
+    """The differential privacy guarantee of one release.
 
     Attributes:
-        noise_multiplier: standard deviation of the noise over the clip.
-        replaced: neighbours differ in one client that sends anything else, at most 2 clips away; otherwise in
-            one that sends nothing, at most one clip away.
-        sampling: how the drawing of cohorts counts: not at all; a fixed number of clients without
-            replacement; each client for itself (Poisson).
-        clients: how many clients a cohort is drawn from.
+        noise_multiplier: standard deviation of the noise divided by the clip C.
+        replaced: neighbouring data sets replace one client (sensitivity 2 C); otherwise one client sends
+            nothing (sensitivity C).
+        sampling: amplification by sampling: none, a fixed number of clients without replacement, or Poisson.
+        clients: number of clients from which a cohort is drawn.
         cohort: the size of a cohort, or its expectation.
     """
 
@@ -54,12 +52,12 @@ class Guarantee:
 
     @property
     def adjacency(self) -> str:
-        """Which two federations cannot be told apart."""
+        """Description of neighbouring data sets."""
         return "one client's pairs are replaced" if self.replaced else "one client sends nothing"
 
     @property
     def bound(self) -> str:
-        """How the releases are added up."""
+        """Description of the composition of releases."""
         drawn = {
             "none": "Gaussian, cohorts known",
             "fixed": f"Gaussian on {self.cohort} of {self.clients} clients drawn without replacement",
@@ -68,7 +66,7 @@ class Guarantee:
         return f"Rényi: {drawn[self.sampling]}"
 
     def epsilon(self, releases: int, delta: float) -> float | None:
-        """ε after so many releases; ``None`` without noise, where there is no bound.
+        """ε after ``releases`` releases; ``None`` without noise.
 
         Raises:
             AccountantError: ``dp-accounting`` is not installed.
@@ -78,13 +76,13 @@ class Guarantee:
         return _epsilon(self, releases, delta) if self.noise_multiplier else None
 
     def noise_for(self, epsilon: float, releases: int, delta: float) -> float:
-        """The least noise multiplier with which so many releases cost at most ``epsilon``.
-
-        It is that of the accountant's own search, whatever :attr:`noise_multiplier` is, rounded up to four
+        """The smallest noise multiplier for ``epsilon`` after ``releases`` releases, rounded up to four
         digits.
 
+        :attr:`noise_multiplier` is ignored.
+
         Raises:
-            AccountantError: ``dp-accounting`` is not installed, or no noise multiplier below 2^30 serves.
+            AccountantError: ``dp-accounting`` is not installed, or no noise multiplier below 2^30 suffices.
         """
         accounting = require()
 
@@ -120,11 +118,11 @@ class Guarantee:
 def guarantee_of(
     privacy: Privacy, clients: int, cohort: int, sampling: Literal["fixed", "poisson"] = "fixed"
 ) -> Guarantee:
-    """What ``[privacy]`` promises in a federation.
+    """The guarantee of ``[privacy]``.
 
-    The server of a ``local`` run sees each upload, so any two uploads of a client must look alike. A fixed
-    number of clients without replacement has a known bound for replaced clients alone, which holds for
-    clients that send nothing too.
+    With ``kind = "local"`` the server sees each upload, so neighbouring data sets replace a client. For
+    sampling without replacement a bound is known only for replaced clients; it also covers clients that send
+    nothing.
 
     >>> central = Privacy(kind="central", clip=1.0, noise_multiplier=1.0, delta=1e-5, secret_cohorts=True)
     >>> guarantee_of(central, 100, 10).adjacency, guarantee_of(central, 100, 10, "poisson").adjacency
@@ -141,7 +139,7 @@ def _epsilon(guarantee: Guarantee, releases: int, delta: float) -> float:
     require()
     from dp_accounting.rdp import compute_epsilon
 
-    # Rényi divergences of releases add up, and those of one take long.
+    # Rényi divergences of releases add up; computing those of one release is slow and cached.
     epsilon, _ = compute_epsilon(one.orders, one.rdp * releases, delta)
     return float(epsilon)
 
@@ -164,7 +162,7 @@ def _accountant(guarantee: Guarantee) -> RdpAccountant:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a line for each order at which the accountant has no value: it leaves such orders out."""
+    """Suppress the accountant's messages about skipped orders."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -175,7 +173,7 @@ def _quiet() -> Iterator[None]:
 
 
 def require() -> ModuleType:
-    """The package ``dp_accounting``.
+    """Import the package ``dp_accounting``.
 
     Raises:
         AccountantError: it is not installed.
@@ -184,8 +182,8 @@ def require() -> ModuleType:
         import dp_accounting
     except ImportError as error:
         raise AccountantError(
-            "[privacy] with noise needs an accountant, and dp-accounting is not installed: "
-            "pip install 'prefed[privacy]'"
+            "[privacy] with noise needs the package dp-accounting: install it with pip install "
+            "'prefed[privacy]'"
         ) from error
     module: ModuleType = dp_accounting
     return module

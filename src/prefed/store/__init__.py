@@ -1,17 +1,17 @@
-"""A run's directory. A round is committed whole or not at all.
+"""Run directories. Rounds are committed atomically.
 
 ::
 
-    config.toml                the experiment, every default filled in
+    config.toml                the experiment with all defaults
     rounds.jsonl               one object per committed round
     summary.json, adapters/    after the last round
-    checkpoint/COMMIT.json                          names the last committed round
+    checkpoint/COMMIT.json                          refers to the last committed round
     checkpoint/server@000012.safetensors            the server's state after that round
     checkpoint/clients/ward-7@000011.safetensors    a client's private state after its last visit
 
-States are written beside the older versions under the round's number. Replacing ``COMMIT.json`` is the one
-step that makes them count, and only then are the older versions deleted. A file that is newer than the commit
-was left by a process that was killed: opening the directory for writing removes it.
+States are written next to the older versions under the round's number. Replacing ``COMMIT.json`` commits
+them, and only then are older versions deleted. Files that are newer than the commit were left by a killed
+process and are removed when the directory is opened for writing.
 """
 
 from prefed.store.commit import Commit, StoreError, client_file

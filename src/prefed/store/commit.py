@@ -1,4 +1,4 @@
-"""What counts of a run: its commit, the states that it names, and how often rounds were started."""
+"""Commits of a run, the state files that they refer to, and counts of round starts."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 class StoreError(RuntimeError):
-    """A run directory that is in use, damaged, or not the expected one; the message says what to do."""
+    """A run directory is in use, damaged, or not the expected one."""
 
 
 def damaged(path: Path, why: object) -> StoreError:
-    """What is raised where a file is not what was written."""
+    """The error for a file that does not have its original contents."""
     advice = "restore it from a copy, or start a new run with another --out"
     return StoreError(f"{path} is damaged: {why}; {advice}")
 
 
 def missing_best(run: Path, number: int) -> StoreError:
-    """What is raised where the commit of the best round is gone."""
+    """The error if the commit of the best round is missing."""
     path = _commit_path(run / "checkpoint", number)
     return StoreError(f"{run} is damaged: the commit of its best round {number} is missing; restore {path}")
 
 
 @dataclass(frozen=True)
 class Digests:
-    """Digests (:func:`prefed.core.files.digest`) of the files that a commit names.
+    """Digests (:func:`prefed.core.files.digest`) of the files of a commit.
 
     Attributes:
-        server: of the server's state.
-        rounds: of the committed lines of ``rounds.jsonl``.
-        clients: file name of a client → of its private state.
-        past: number of a round, as text → of the server's state after it, where a later upload starts from
-            it.
-        nodes: of the states of nodes that have no server.
+        server: digest of the server's state.
+        rounds: digest of the committed lines of ``rounds.jsonl``.
+        clients: file name of a client → digest of its private state.
+        past: earlier round, as text → digest of the server's state after it, if later uploads start from it.
+        nodes: digest of the states of nodes, in a run without a server.
     """
 
     server: str | None = None
@@ -56,18 +55,17 @@ class Digests:
 
 @dataclass(frozen=True)
 class Commit:
-    """What ``COMMIT.json`` holds.
+    """The contents of ``COMMIT.json``.
 
     Attributes:
         round: the last committed round; 0 before the first.
         totals: sums over the committed rounds, e.g. ``bytes_up``.
-        fingerprint: digests of what the run was made of, e.g. its data.
-        settings: digest of the settings that the run was begun with; ``None`` where it was begun with
-            none.
-        digests: of the files that the commit names.
-        private: file name of every client that has a private state → the round it was written in.
-        best: what the run's best round is found by, and in ``round`` its number, 0 before the first. Its
-            commit and all that this names are kept. ``None`` where the last round is kept alone.
+        fingerprint: digests of the run's inputs, e.g. its data.
+        settings: digest of the settings with which the run started; ``None`` if it was not given.
+        digests: digests of the files of the commit.
+        private: file name of each client with a private state → the round in which it was written.
+        best: early-stopping state, with the best round in ``round`` (0 before the first), whose commit and
+            states are kept; ``None`` if only the last round is kept.
     """
 
     round: int
@@ -80,7 +78,7 @@ class Commit:
 
     @property
     def best_round(self) -> int:
-        """The round that is kept beside the last; 0 for none."""
+        """The best round, which is kept in addition to the last; 0 for none."""
         return 0 if self.best is None else int(self.best["round"])
 
 
@@ -88,16 +86,18 @@ def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
     """The commit in a run's ``checkpoint`` folder; ``None`` before the first.
 
     Args:
-        kept: an earlier round, whose commit is kept beside.
+        kept: round of an earlier commit to read instead.
 
     Raises:
-        StoreError: it is damaged, or of another version of the format.
+        StoreError: it is damaged or of another format version.
     """
     path = _commit_path(folder, kept)
     try:
         content = files.loads_with_digest(path.read_bytes())
         if content["format"] != FORMAT:
-            raise StoreError(f"{path} was written by another version of prefed (format {content['format']})")
+            raise StoreError(
+                f"{path} has format {content['format']}, not {FORMAT}: use the prefed that wrote it"
+            )
         return Commit(
             round=content["round"],
             totals=content["totals"],
@@ -114,12 +114,12 @@ def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
 
 
 def write_commit(folder: Path, commit: Commit, kept: int | None = None) -> None:
-    """Replace ``COMMIT.json``. This one step makes a round count.
+    """Replace ``COMMIT.json``, which commits a round.
 
-    Its owner alone may read it: digests tell whether two private states are equal.
+    Only the owner may read it, because digests reveal whether two private states are equal.
 
     Args:
-        kept: the round of the commit, to keep it beside ``COMMIT.json``: to go back to, or as the best.
+        kept: if given, the round of the commit, which is written to its own file and kept.
     """
     content = vars(commit) | {"digests": vars(commit.digests)}
     if commit.best is None:
@@ -129,7 +129,7 @@ def write_commit(folder: Path, commit: Commit, kept: int | None = None) -> None:
 
 
 def kept_commits(folder: Path) -> dict[int, Path]:
-    """Round → file of each commit that is kept beside the last one."""
+    """Round → file of each kept commit."""
     matches = ((re.fullmatch(r"COMMIT@(\d{6,})\.json", path.name), path) for path in folder.glob("COMMIT@*"))
     return {int(match[1]): path for match, path in matches if match}
 
@@ -139,10 +139,10 @@ def _commit_path(folder: Path, kept: int | None) -> Path:
 
 
 def client_file(client: str) -> str:
-    """A file name for a client id: percent-encoded, and never the same for two ids.
+    """A unique file name for a client ID, percent-encoded.
 
-    Capitals are encoded too, because a file system that ignores case would take two clients' private
-    states for one. A name that would be too long for a file system ends in its digest.
+    Capitals are encoded too, because some file systems ignore case. Long names are truncated and end in a
+    digest.
 
     >>> client_file("ward-7"), client_file("../Ward 7")
     ('ward-7', '%2E%2E%2F%57ard%207')
@@ -155,15 +155,19 @@ def client_file(client: str) -> str:
 
 
 def path_of(folder: Path, name: str, number: int) -> Path:
-    """The file of round ``number``'s version of a state."""
+    """The file of a state after round ``number``."""
     return folder / f"{name}@{number:06d}.safetensors"
 
 
 def keep_versions(run: Path, folder: Path, versions: Iterable[tuple[str, int]], whose: str) -> None:
-    """Remove every state in ``folder`` but those that count, by name and round; ``whose`` is for the message.
+    """Remove all states in ``folder`` except ``versions``.
+
+    Args:
+        versions: name and round of each state to keep.
+        whose: owner of the states, for the message.
 
     Raises:
-        StoreError: one that counts is missing; nothing is removed.
+        StoreError: one of ``versions`` is missing; nothing is removed.
     """
     present = {path for _, _, path in _files_in(folder)}
     counting = {path_of(folder, name, number): number for name, number in versions}
@@ -178,10 +182,10 @@ def keep_versions(run: Path, folder: Path, versions: Iterable[tuple[str, int]], 
 
 
 def read_state(path: Path, digest: str | None) -> bytes:
-    """The bytes of a state's file.
+    """Read the file of a state.
 
     Raises:
-        StoreError: ``digest`` is not theirs.
+        StoreError: its digest is not ``digest``.
     """
     data = path.read_bytes()
     if files.digest(data) != digest:
@@ -190,32 +194,31 @@ def read_state(path: Path, digest: str | None) -> bytes:
 
 
 def _files_in(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """Name, round and file of every version of a state in ``folder``."""
+    """Yield name, round and file of every state in ``folder``."""
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if match := _VERSIONED.fullmatch(entry.name):
             yield match[1], int(match[2]), Path(entry.path)
 
 
 class BegunRounds:
-    """Round → how often it was begun, in ``checkpoint/begun.json``.
+    """Counts how often each round was started, in ``checkpoint/begun.json``.
 
-    A round that was stopped is done again. If its noise is not drawn from the seed, its clients then send
-    other noise on the same numbers, and an accountant must count both. The file is written before they are
-    asked.
+    An interrupted round is repeated. If its noise is not drawn from the seed, clients release the same values
+    with new noise, which the privacy accountant must count. The file is written before clients are asked.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def add(self, number: int) -> None:
-        """Count one more beginning of a round; on return it is on the disk."""
+        """Count a start of a round. On return it is on disk."""
         times = self.times()
         times[number] = times.get(number, 0) + 1
         content = {"begun": {str(key): value for key, value in sorted(times.items())}}
         files.write(self._path, json.dumps(content).encode(), mode=0o600)
 
     def times(self) -> dict[int, int]:
-        """Round → how often; empty where nothing was counted.
+        """Round → number of starts; empty if nothing was counted.
 
         Raises:
             StoreError: the file is damaged.
@@ -227,6 +230,6 @@ class BegunRounds:
             return {int(key): int(value) for key, value in begun.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
-                f"{self._path} is damaged: {error}; without it the number of answers per client is unknown: "
-                "restore it from a copy, or start a new run with another --out"
+                f"{self._path} is damaged: {error}; without it the privacy loss is unknown: restore it from "
+                "a copy, or start a new run with another --out"
             ) from error

@@ -1,4 +1,4 @@
-"""Checks, creates and locks a run directory, so that one process alone writes to it."""
+"""Checking, creating and locking run directories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefed.core.text import did_you_mean
 from prefed.store.commit import StoreError
 
 LOG = "run.log"
-"""What happened in a run, for a person: no part of what is committed."""
+"""The log of a run in plain text, which is not part of a commit."""
 
 _START = {
     LOG,
@@ -28,37 +28,36 @@ _START = {
     "checkpoint/COMMIT@000000.json",
     "checkpoint/server@000000.safetensors",
 }
-"""The files of a run that was started and has no round yet."""
+"""The files of a run that has no round yet."""
 
 
 def refuse_foreign(run: Path, resume: bool) -> None:
-    """Refuse a directory that does not fit ``resume``. Nothing in it is changed.
+    """Check that a directory is suitable for a new run or, with ``resume``, contains a run.
 
     Raises:
-        StoreError: it holds a run and ``resume`` is off, no run and ``resume`` is on, a run without its
-            checkpoint, or somebody's files.
+        StoreError: it contains a run without ``resume``, no run with ``resume``, a run without its
+            checkpoint, or other files.
     """
     names = _contents(run)
-    begun = bool(names & {"checkpoint/LOCK", "checkpoint/COMMIT.json"})
-    # A process that is killed at its start leaves an empty checkpoint/. With a lock file, config.toml
-    # belongs to a run. Otherwise config.toml may be the only copy of a user's file.
-    if (begun and names <= _START) or (not names and ((run / "checkpoint").is_dir() or not resume)):
+    started = bool(names & {"checkpoint/LOCK", "checkpoint/COMMIT.json"})
+    # A process that is killed at its start leaves an empty checkpoint/. Without a lock file, config.toml may
+    # be the only copy of a user's file.
+    if (started and names <= _START) or (not names and ((run / "checkpoint").is_dir() or not resume)):
         return
-    if begun and resume:
+    if started and resume:
         return
-    if begun:
+    if started:
         raise StoreError(
-            f"{run} is not empty; resume the run in it (--resume, or resume=True), "
-            "or choose another --out for a new one"
+            f"{run} already contains a run: resume it (--resume, or resume=True), or choose another --out"
         )
     if {"rounds.jsonl", "summary.json"} & names:
         raise StoreError(
-            f"{run} has no checkpoint/, without which the run cannot continue; "
-            "restore it, or start a new run with another --out"
+            f"{run} has no checkpoint/, which is needed to continue the run: restore it from a copy, or "
+            "start a new run with another --out"
         )
     if not names:
         raise StoreError(
-            f"{run} holds no run to resume{_near(run)}; without --resume (resume=True) a new one starts in it"
+            f"{run} contains no run to resume{_near(run)}; to start a new run, omit --resume (resume=True)"
         )
     near = _near(run) if resume else ""
     raise StoreError(
@@ -67,17 +66,17 @@ def refuse_foreign(run: Path, resume: bool) -> None:
 
 
 def holds_run(run: Path) -> bool:
-    """Whether a run was started in a directory, even if it was killed before anything was committed."""
+    """Return whether a run was started in a directory, even if nothing was committed."""
     return (run / "checkpoint").is_dir()
 
 
 def make(run: Path) -> bool:
-    """Create the directory with its private folder. Returns whether the directory is new."""
+    """Create a run directory with its private folder. Returns whether the directory is new."""
     new = not run.exists()
     try:
         if new:
-            # The directory appears together with its checkpoint/. By that --resume recognises a run that was
-            # killed at its start.
+            # The directory is created together with its checkpoint/, by which --resume recognises a run that
+            # was killed at its start.
             temporary = run.with_name(run.name + files.TEMPORARY)
             (temporary / "checkpoint").mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):
@@ -85,12 +84,12 @@ def make(run: Path) -> bool:
         files.private_folder(run / "checkpoint" / "clients")
     except OSError as error:
         why = error.strerror or error
-        raise files.WriteError(f"cannot write into {run}: {why}; choose another --out") from error
+        raise files.WriteError(f"cannot write to {run}: {why}; choose another --out") from error
     return new
 
 
 def take_back(run: Path) -> None:
-    """Remove a directory that :func:`make` created and in which no run has begun."""
+    """Remove a directory that :func:`make` created and in which no run has started."""
     shutil.rmtree(run / "cache", ignore_errors=True)
     for name in (
         "config.toml",
@@ -100,22 +99,20 @@ def take_back(run: Path) -> None:
         "checkpoint/LOCK",
     ):
         files.remove(run / name)
-    # Only empty folders are removed: other files may be a user's.
+    # Only empty folders are removed, because other files may be the user's.
     with contextlib.suppress(OSError):
         for folder in (run / "checkpoint" / "clients", run / "checkpoint", run):
             folder.rmdir()
 
 
 def lock(run: Path, remedy: str = "wait for it, or choose another --out") -> int:
-    """Hold the directory's lock file until the returned handle is closed.
-
-    The system also releases the lock when the process ends, for whatever reason.
+    """Lock the directory until the returned handle is closed or the process ends.
 
     Args:
-        remedy: what a person may do where another process holds it, for the message.
+        remedy: advice for the message if another process holds the lock.
 
     Raises:
-        StoreError: another process holds it, or the file system has no locks.
+        StoreError: another process holds the lock, or the file system does not support locks.
     """
     path = run / "checkpoint" / "LOCK"
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -128,8 +125,8 @@ def lock(run: Path, remedy: str = "wait for it, or choose another --out") -> int
     except OSError as error:
         os.close(handle)
         raise StoreError(
-            f"{run} cannot be locked ({error.strerror}), as on some network file systems; "
-            "choose another --out"
+            f"cannot lock {run} ({error.strerror}); some network file systems do not support locks: choose "
+            "another --out"
         ) from error
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -137,7 +134,7 @@ def lock(run: Path, remedy: str = "wait for it, or choose another --out") -> int
 
 
 def at_work(run: Path) -> bool:
-    """Whether the process that locked a run last may still be there. On another machine nobody knows: yes."""
+    """Return whether the process that last locked a run may be alive; always true for other machines."""
     try:
         text = (run / "checkpoint" / "LOCK").read_text(errors="replace")
     except FileNotFoundError:
@@ -155,7 +152,7 @@ def at_work(run: Path) -> bool:
 
 
 def _near(path: Path) -> str:
-    """Part of a message: the runs beside ``path`` with a similar name, or else the first five."""
+    """Part of a message: the runs next to ``path`` with a similar name, or else the first five."""
     folder = path.parent
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     runs = [entry.name for entry in entries if entry != path and (entry / "checkpoint").is_dir()]
@@ -164,7 +161,7 @@ def _near(path: Path) -> str:
 
 
 def _contents(run: Path) -> set[str]:
-    """The names in a run directory, without the folders that :func:`make` creates."""
+    """The names in a run directory, except the folders that :func:`make` creates."""
     names: set[str] = set()
     for folder, prefix in ((run, ""), (run / "checkpoint", "checkpoint/")):
         if folder.is_dir():

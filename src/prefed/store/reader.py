@@ -1,4 +1,4 @@
-"""A run directory to read from."""
+"""Reading run directories."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ from prefed.store.states import holder_of, read_node
 
 
 class RunReader:
-    """A run directory to read from, also while the run goes on.
+    """Reads a run directory, even while the run continues.
 
     Args:
-        best: read the run as it was after its best round, and not after the last.
+        best: read the states after the best round instead of the last.
 
     Attributes:
         path: the run directory.
-        commit: the last that was looked at.
+        commit: the commit that was read last.
 
     Raises:
-        StoreError: no round was ever committed there, or no best one is kept; (from its methods) a file is
-            missing or damaged.
+        StoreError: there is no commit, or no best round; (from methods) a file is missing or damaged.
     """
 
     def __init__(self, path: str | Path, *, best: bool = False) -> None:
@@ -55,7 +54,7 @@ class RunReader:
         self._private = self.commit.private
 
     def _best_of(self, last: Commit) -> Commit:
-        """The commit of the best round, which a run that goes on may replace by a better one."""
+        """The commit of the best round, which a running process may replace meanwhile."""
         while True:
             if not last.best_round:
                 raise StoreError(f"{self.path} has no best round: its experiment has no [stop] table")
@@ -71,10 +70,10 @@ class RunReader:
         return decode_state(self._read(None))
 
     def client(self, client: str) -> State | None:
-        """A client's private state after its last visit; ``None`` if it still has its first.
+        """A client's private state after its last visit; ``None`` for the initial state.
 
         Raises:
-            StoreError: the client's site keeps it.
+            StoreError: the state is stored at the client's site.
         """
         name = client_file(client)
         state = decode_state(self._read(name)) if name in self._private else None
@@ -83,7 +82,7 @@ class RunReader:
         return state
 
     def node(self, node: int) -> torch.Tensor:
-        """The numbers of a node after the last committed round, in a run without a server."""
+        """The state of a node after the last committed round, in a run without a server."""
         while True:
             commit = self.commit
             try:
@@ -100,7 +99,7 @@ class RunReader:
         return [record for record, _ in records_in(self.path / "rounds.jsonl", self.commit)]
 
     def _read(self, name: str | None) -> bytes:
-        """A client's state by its file name, or the server's."""
+        """Read a client's state by its file name; ``None``: the server's state."""
         while True:
             commit = self.commit
             if name is None:
@@ -112,14 +111,14 @@ class RunReader:
             try:
                 return read_state(path, digest)
             except FileNotFoundError:
-                # A run that goes on has committed a newer version and deleted this one: look again.
+                # A running process may have committed a newer version and deleted this one.
                 self._look()
                 if self.commit.round == commit.round:
                     raise StoreError(f"{self.path} is damaged: {path} is missing") from None
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it: mappings as objects, numbers that are not finite as null."""
+    """Convert ``value`` for JSON: mappings to objects, and numbers that are not finite to null."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -130,10 +129,10 @@ def plain(value: Any) -> Any:
 
 
 def records_in(path: Path, commit: Commit) -> Iterator[tuple[RoundRecord, bytes]]:
-    """The committed records of a round log, one at a time, each with the line that holds it.
+    """Yield the committed records of a round log, each with its line.
 
     Raises:
-        StoreError: (on the way) one is missing or damaged.
+        StoreError: (during iteration) a record is missing or damaged.
     """
     digest = files.Hasher()
     with path.open("rb") if path.exists() else io.BytesIO() as lines:

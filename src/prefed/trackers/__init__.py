@@ -1,1 +1,1 @@
-"""What shows or records how a run goes: the terminal, and the tools of ``[track]``."""
+"""Progress of runs: the terminal, ``run.log`` and the tools of ``[track]``."""

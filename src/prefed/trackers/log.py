@@ -1,4 +1,4 @@
-"""What happened in a run as lines of text, and ``run.log``, which holds them with times."""
+"""Events of a run as lines of text, and ``run.log``, which contains them with times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefed.core.text import duration, pluralize, printable, size
 
 
 def loss_and_accuracy(record: RoundRecord) -> list[str]:
-    """Loss and accuracy of a round's record, as far as it has them.
+    """Format loss and preference accuracy of a round's record, if present.
 
     >>> loss_and_accuracy({"loss": 0.69314, "preference_accuracy": 0.5})
     ['loss 0.6931', 'preference accuracy 0.500']
@@ -29,7 +29,7 @@ def loss_and_accuracy(record: RoundRecord) -> list[str]:
 
 
 def round_line(record: RoundRecord, rounds: int) -> str:
-    """A round's record, a line of ``rounds.jsonl``, for a person.
+    """Format a round's record as a line of text.
 
     >>> round_line({"round": 1, "loss": 0.69314, "bytes_up": 1500, "bytes_down": 20, "seconds": 2.04}, 9)
     'round 1/9  loss 0.6931  up 1.5 kB  down 20 B  2.0 s'
@@ -41,7 +41,7 @@ def round_line(record: RoundRecord, rounds: int) -> str:
 
 
 def stage_line(stage: str, figures: Mapping[str, Any]) -> str:
-    """What a stage of an alignment did: its counts, and its time.
+    """Format the counts and the duration of a stage of an alignment.
 
     >>> stage_line("labels", {"pairs": 1200, "labelled": 800, "mean": 0.5, "seconds": 95.0})
     'labels: pairs 1,200  labelled 800  1m35s'
@@ -51,16 +51,10 @@ def stage_line(stage: str, figures: Mapping[str, Any]) -> str:
 
 
 class RunLog(Callback):
-    """Appends a line to a run's log for each event, with the time at its beginning.
+    """Appends a line with the time to a run's log for each event.
 
-    A line is made of what :class:`~prefed.core.Callback` tells, and of what the library warns of: of counts,
-    figures and names of clients, as ``rounds.jsonl`` is, and of no prompt or response. An error is named by
-    its kind alone, because its message may quote the data.
-
-    A log that cannot be written ends no run.
-
-    Args:
-        path: the file.
+    Like ``rounds.jsonl``, the log contains counts, metrics and names of clients, but no prompt or response.
+    Of an error only the type is logged, because its message may quote data. Write errors are ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,37 +64,37 @@ class RunLog(Callback):
     def write(self, text: str) -> None:
         """Append a line."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        # A link in the place of the log is not followed, as with the other files of the directory.
+        # Symbolic links are not followed, as for the other files of the directory.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         with suppress(OSError), os.fdopen(os.open(self._path, flags, 0o666), "ab") as file:
             file.write(f"{now} {printable(text)}\n".encode())
 
     def on_run_begin(self, done: int, rounds: int) -> None:
-        """How many rounds there are, and how many of them are done."""
+        """Log the number of rounds, and how many are complete."""
         self._rounds, self._done = rounds, done
         self.write(
             pluralize(rounds, "round", "rounds") if done == 0 else f"continues after round {done}/{rounds}"
         )
 
     def on_round_end(self, record: RoundRecord) -> None:
-        """The round's figures."""
+        """Log the metrics of a round."""
         self._done = record["round"]
         self.write(round_line(record, self._rounds))
 
     def on_note(self, text: str) -> None:
-        """What a person should know."""
+        """Log a note."""
         self.write(text)
 
     def on_warning(self, text: str) -> None:
-        """What went wrong."""
+        """Log a warning."""
         self.write(f"warning: {text}")
 
     def on_stage_end(self, stage: str, figures: Mapping[str, Any]) -> None:
-        """What a stage of an alignment did."""
+        """Log a completed stage of an alignment."""
         self.write(stage_line(stage, figures))
 
     def ended(self, error: BaseException | None) -> None:
-        """How it ended."""
+        """Log how the run ended."""
         done = f" after round {self._done}/{self._rounds}" if self._rounds else ""
         if error is None:
             self.write("done")

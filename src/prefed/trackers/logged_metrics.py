@@ -1,4 +1,4 @@
-"""The numbers of a run that a tool is told: those named here, and nothing else that a record holds."""
+"""The metrics that are logged to tools. Nothing else of a record is sent."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 from prefed.core.records import Summary, is_metric, metrics_of_clients
 
 OVER_CLIENTS = ("mean", "worst", "worst_decile")
-"""Numbers of a figure that every client has."""
+"""Statistics of a metric over clients that are logged."""
 SUMMARY = (
     *("margin", "dpo_loss", "choice_loss", "explicit_margin", "loss", "gradient_norm", "paper_gap"),
     *("time", "seconds", "peak_memory_mb", "dropped"),
 )
-"""Numbers of ``summary.json`` that are told."""
+"""Numbers of ``summary.json`` that are logged."""
 COUNTS = ("bytes", "parameters")
-"""Its tables of numbers that are told."""
+"""Tables of numbers of ``summary.json`` that are logged."""
 EPOCH = ("loss", "agreement", "margin")
-"""Numbers of an epoch of an alignment that are told."""
+"""Metrics of an epoch of an alignment that are logged."""
 STAGES = {
     "prompts": ("read", "kept", "duplicates"),
     "completions": ("completions", "tokens", "too_long"),
     "labels": ("pairs", "labelled", "unanimous", "ties", "identical", "blank", "too_long", "failed"),
     "train": ("pairs", "held_out", "too_long", "kept"),
 }
-"""Stage of an alignment → its counts that are told."""
+"""Stage of an alignment → its counts that are logged."""
 JUDGED = ("wins", "length_controlled", "ties", "judged", "failed", "left_out")
-"""Numbers of a comparison that are told beside its win rate."""
+"""Numbers of a comparison that are logged in addition to its win rate."""
 
 
 def round_figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in a round's record, by their path. No client is named.
+    """The metrics in a round's record by path. No client is named.
 
     >>> accuracy = {"mean": 0.5, "worst": 0.25, "worst_decile": 0.25, "per_client": {"a": 0.25, "b": 0.75}}
     >>> evaluation = {"preference_accuracy": accuracy, "margin": 0.1, "split": "test"}
@@ -47,7 +47,7 @@ def round_figures(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def summary_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a ``summary.json``, by their path; none of a client, and none of private states.
+    """The metrics in ``summary.json`` by path, without those of single clients and private states.
 
     >>> accuracy = {"mean": 0.5, "worst": 0.5, "worst_decile": 0.5, "per_client": {"ann": 0.5}}
     >>> summary = {"preference_accuracy": accuracy, "loss": 0.6, "bytes": {"up": 10, "down": 20}}
@@ -68,7 +68,7 @@ def summary_figures(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def client_table(summary: Summary) -> tuple[list[str], list[list[str | float | None]]]:
-    """The clients that have figures of their own: columns and rows.
+    """The clients that have individual metrics, as columns and rows.
 
     >>> accuracy = {"mean": 0.5, "per_client": {"bob": 0.75, "ann": 0.25}}
     >>> sizes = {"ann": {"train": 8, "test": 4}, "bob": {"train": 9, "test": 4}, "tim": {"test": 1}}
@@ -86,7 +86,7 @@ def client_table(summary: Summary) -> tuple[list[str], list[list[str | float | N
 
 
 def epoch_figures(epoch: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of an epoch of an alignment.
+    """The metrics of an epoch of an alignment.
 
     >>> epoch_figures({"epoch": 3, "generation": 2, "loss": 0.5, "steps": 7, "agreement": None})
     {'align/loss': 0.5, 'align/generation': 2.0}
@@ -95,7 +95,7 @@ def epoch_figures(epoch: Mapping[str, Any]) -> dict[str, float]:
 
 
 def alignment_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of an ``align/summary.json``: counts and times of its stages, and of the kept epoch.
+    """The metrics in ``align/summary.json``: counts and times of its stages, and the kept epoch.
 
     >>> train = {"pairs": 8, "kept": 2, "epochs": [{"loss": 0.7}, {"loss": 0.6, "agreement": 0.75}]}
     >>> alignment_figures({"labels": {"ties": 1, "seconds": 2.5}, "train": train, "seconds": 9.5})
@@ -112,7 +112,7 @@ def alignment_figures(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def judged_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of the ``summary.json`` of a judge's comparison.
+    """The metrics in the ``summary.json`` of a judge's comparison.
 
     >>> rate = {"mean": 0.625, "low": 0.5, "high": 0.75}
     >>> judged_figures({"name": "n", "judge": "utility", "win_rate": rate, "ties": 2, "note": ""})
@@ -131,7 +131,7 @@ def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, float]:
 
 
 def _paths(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers in a table, of figures over clients, and of tables of such, e.g. ``unseen_accuracy``."""
+    """Yield the numbers in a table and in its metrics over clients, also nested, e.g. ``unseen_accuracy``."""
     for name, value in values.items():
         path = f"{prefix}/{name}"
         if _is_number(value):
@@ -139,7 +139,7 @@ def _paths(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]
         elif is_metric(value):
             yield from ((f"{path}/{n}", float(value[n])) for n in OVER_CLIENTS if _is_number(value.get(n)))
         elif isinstance(value, Mapping):
-            # A number in a table, such as not_finite, is a client's.
+            # A number in a nested table, such as not_finite, belongs to a client.
             yield from _paths(path, {n: inner for n, inner in value.items() if is_metric(inner)})
 
 

@@ -1,4 +1,4 @@
-"""The progress of a run on the terminal: a bar on a terminal, plain lines in a pipe or a log."""
+"""Progress on standard output: a progress bar on a terminal, plain lines in a pipe or a file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from prefed.core.text import printable
 from prefed.trackers.log import loss_and_accuracy, round_line, stage_line
 
 PIPE_WIDTH = 120
-"""Columns of an output that is no terminal, such as a pipe or a log: tables with long names fit."""
+"""Columns of an output that is not a terminal, wide enough for tables with long names."""
 
 
 def stdout_console() -> Console:
-    """A console on standard output, as wide as the terminal or as ``COLUMNS`` says."""
+    """A console on standard output with the width of the terminal or of ``COLUMNS``."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = max(console.width, PIPE_WIDTH)
@@ -27,11 +27,11 @@ def stdout_console() -> Console:
 
 
 class Terminal(Callback):
-    """Shows how a run goes on, on standard output if no console is given.
+    """Shows the progress of a run on a console (default: standard output).
 
     Args:
-        label: what each line begins with, where several processes write to one terminal, without a bar.
-        lines: write a line for each round, also where there is a bar.
+        label: prefix of each line if several processes write to one terminal; disables the bar.
+        lines: write a line for each round even if there is a bar.
     """
 
     def __init__(self, console: Console | None = None, label: str = "", lines: bool = False) -> None:
@@ -42,7 +42,7 @@ class Terminal(Callback):
         self._tenth = ("", 0)
 
     def _started(self, label: str, *more: TextColumn) -> Progress:
-        """A bar that shows ``label``, the task's ``figures``, ``more`` columns and the times."""
+        """Start a bar with ``label``, the task's ``figures``, ``more`` columns and times."""
         bar = Progress(
             TextColumn(label),
             BarColumn(),
@@ -67,12 +67,12 @@ class Terminal(Callback):
         self._task = self._bar.add_task("", total=rounds, completed=done, round=done, figures="", step="")
 
     def on_task_end(self, what: str, done: int, of: int) -> None:
-        """Show how far the round is."""
+        """Show the progress of the round."""
         if self._bar is not None:
             self._bar.update(self._task, step=f"{what} {done}/{of}")
 
     def on_round_end(self, record: RoundRecord) -> None:
-        """Move the bar, or write a line."""
+        """Advance the bar or write a line."""
         if self._bar is not None:
             self._bar.update(
                 self._task,
@@ -107,7 +107,7 @@ class Terminal(Callback):
         self._task = self._bar.add_task("", total=of, completed=done, figures="")
 
     def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
-        """Move the bar; in a pipe or a log, write a line for each tenth of the steps."""
+        """Advance the bar; in a pipe or a file, write a line for each tenth of the steps."""
         text = "  ".join(f"{name.replace('_per_', '/')} {value:.4g}" for name, value in figures.items())
         if self._bar is not None:
             self._bar.update(self._task, completed=done, figures=text)
@@ -116,6 +116,6 @@ class Terminal(Callback):
             self.console.print(f"{stage} {done}/{of}  {text}", soft_wrap=True)
 
     def on_stage_end(self, stage: str, figures: Mapping[str, Any]) -> None:
-        """Remove the bar, and write the stage's counts and time."""
+        """Remove the bar and write the stage's counts and duration."""
         self.on_run_end()
         self.console.print(stage_line(stage, figures), markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The tools of ``[track]``: what each is given, and its adapter."""
+"""Adapters for the tools of ``[track]``."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from prefed.core.strict_settings import flatten
 from prefed.core.text import safe_cell
 
 PAGE = "report.html"
-"""The name of the page in a tool."""
+"""File name of the page in a tool."""
 
 
 class TrackerError(ValueError):
-    """A tool cannot be told of runs on this machine. The message says what to install or to set."""
+    """A tool cannot be used on this machine."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as a tool is told of it at its start.
+    """The description of a run for a tool.
 
     Attributes:
         folder: the run directory.
-        config: the experiment's tables, every default filled in.
-        known: what the tool called the run when it was first told of it; ``None`` for a new run.
-        first: the first round that it will be told of.
+        config: the experiment's tables with all defaults.
+        known: the tool's name of the run; ``None`` for a new run.
+        first: the first round to be logged.
     """
 
     folder: Path
@@ -51,13 +51,13 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Told:
-    """What a finished run tells.
+    """The results of a finished run for a tool.
 
     Attributes:
-        rounds: its number of rounds.
-        figures: name → number.
-        columns, rows: the clients' figures as a table, a row for each client; both empty if they stay here.
-        page: an HTML page; ``None`` without one.
+        rounds: number of rounds.
+        figures: name → metric.
+        columns, rows: table of clients' metrics; empty if they are not logged.
+        page: an HTML page, or ``None``.
     """
 
     rounds: int
@@ -68,13 +68,13 @@ class Told:
 
 
 class Tracker(ABC):
-    """A run in one tool, begun or gone on with when this is made.
+    """A run in a tool, which the constructor starts or resumes.
 
-    Any method may raise what the tool's library raises.
+    Methods may raise any exception of the tool's library.
 
     Attributes:
-        package: what the library is imported as.
-        known: what finds the run in the tool again.
+        package: import name of the library.
+        known: the tool's name of the run, with which it can be resumed.
     """
 
     package: ClassVar[str]
@@ -85,33 +85,33 @@ class Tracker(ABC):
 
     @classmethod
     def check(cls) -> None:
-        """See that the library can be used on this machine.
+        """Check that the tool can be used on this machine.
 
         Raises:
-            ImportError: it is not installed.
-            TrackerError: it needs something else.
+            ImportError: its library is not installed.
+            TrackerError: it is not set up.
         """
         module = import_module(cls.package)
         if module.__file__ is None:
-            # A folder that the tool left in the working directory can be imported too.
+            # A folder of the tool in the working directory could be imported as a namespace package.
             raise ImportError(f"No module named {cls.package!r}")
 
     @abstractmethod
     def log(self, number: int, figures: Mapping[str, float]) -> None:
-        """Tell the figures of a round."""
+        """Log the metrics of a round."""
 
     @abstractmethod
     def finish(self, told: Told) -> None:
-        """Tell what came of the run."""
+        """Log the results of the run."""
 
     @abstractmethod
     def close(self, *, succeeded: bool) -> None:
-        """Leave the run; it may be gone on with later."""
+        """Close the run. It can be resumed later."""
 
 
 @contextmanager
 def page_file(page: str) -> Iterator[Path]:
-    """A page as the file :data:`PAGE` within the block, for a library that takes files alone."""
+    """Context with a page as a temporary file called :data:`PAGE`, for libraries that need a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / PAGE
         path.write_text(page, encoding="utf-8")
@@ -119,11 +119,11 @@ def page_file(page: str) -> Iterator[Path]:
 
 
 BATCH, LONGEST = 1000, 6000
-"""The most numbers of one request, and the most characters of a setting that MLflow keeps."""
+"""MLflow's maximum number of metrics per request, and of characters per parameter."""
 
 
 class MLflow(Tracker):
-    """A run of MLflow, where ``MLFLOW_TRACKING_URI`` says. The project is called an experiment there."""
+    """A run in MLflow at ``MLFLOW_TRACKING_URI``. The project is MLflow's experiment."""
 
     package = "mlflow"
 
@@ -143,7 +143,7 @@ class MLflow(Tracker):
 
     @classmethod
     def check(cls) -> None:
-        """A database needs more packages than a server does."""
+        """Also check the packages that MLflow needs for a database."""
         super().check()
         import mlflow
 
@@ -161,7 +161,7 @@ class MLflow(Tracker):
             self._client.log_batch(self.known, metrics=metrics[start : start + BATCH])
 
     def finish(self, told: Told) -> None:
-        """The summary, a table and the page, as ``clients.csv`` and ``report.html``."""
+        """Log the summary, ``clients.csv`` and ``report.html``."""
         self.log(told.rounds, told.figures)
         if told.rows:
             table = io.StringIO()
@@ -172,7 +172,7 @@ class MLflow(Tracker):
             self._client.log_text(self.known, told.page, PAGE)
 
     def close(self, *, succeeded: bool) -> None:
-        """The run is finished there, or failed."""
+        """Mark the run as finished or failed."""
         self._client.set_terminated(self.known, "FINISHED" if succeeded else "FAILED")
 
 
@@ -180,14 +180,14 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard(Tracker):
-    """Writes ``RUN/tensorboard``; ``tensorboard --logdir runs`` shows it. It has no place for a page."""
+    """Event files in ``RUN/tensorboard``, for ``tensorboard --logdir runs``. The page is not logged."""
 
     package = "tensorboard"
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        # What an interrupted run wrote of later rounds does not count, nor an alignment that is done again.
+        # Discard later rounds of an interrupted run, and earlier attempts of an alignment.
         folder = run.folder / FOLDER
         self._writer = SummaryWriter(str(folder), purge_step=run.first if folder.exists() else None)
         self.known = FOLDER
@@ -196,26 +196,24 @@ class TensorBoard(Tracker):
             self._writer.add_text("config", f"```json\n{config}\n```", 0)
 
     def log(self, number: int, figures: Mapping[str, float]) -> None:
-        """A curve for each figure."""
+        """Log each metric as a curve."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, number)
         self._writer.flush()
 
     def finish(self, told: Told) -> None:
-        """A point for each figure of the summary, and the clients as a table in a text."""
+        """Log each metric of the summary, and the clients as a table in a text."""
         self.log(told.rounds, told.figures)
         if told.rows:
             self._writer.add_text("clients", markdown(told.columns, told.rows), told.rounds)
 
     def close(self, *, succeeded: bool) -> None:
-        """Write what is left."""
+        """Flush and close the event file."""
         self._writer.close()
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str | float | None]]) -> str:
-    r"""A table in Markdown.
-
-    What a name holds is shown and loads nothing.
+    r"""Format a table in Markdown. Cells are escaped, so that names cannot load images or links.
 
     >>> print(markdown(["client", "test_accuracy"], [["a|b", 0.25], ["![x](http://eve)", None]]))
     | client | test_accuracy |
@@ -235,10 +233,7 @@ def _cell(value: str | float | None) -> str:
 
 
 class Trackio(Tracker):
-    """A run of trackio, in ``TRACKIO_DIR`` or where ``TRACKIO_SPACE_ID`` says.
-
-    The library prints what it does; that is left out.
-    """
+    """A run in Trackio, in ``TRACKIO_DIR`` or ``TRACKIO_SPACE_ID``. The library's output is suppressed."""
 
     package = "trackio"
 
@@ -251,7 +246,7 @@ class Trackio(Tracker):
                 name=run.known or f"{run.name}-{os.urandom(3).hex()}",
                 config=dict(run.config),
                 resume="must" if run.known else "never",
-                # A Space that it makes is not for everybody to read.
+                # Create Spaces as private ones.
                 private=True,
                 embed=False,
             )
@@ -282,7 +277,7 @@ class Trackio(Tracker):
 
 
 class WandB(Tracker):
-    """A run of Weights & Biases. Neither code, nor a git state, nor anything printed is captured."""
+    """A run in Weights & Biases. Code, git state and output are not captured."""
 
     package = "wandb"
 
@@ -305,7 +300,7 @@ class WandB(Tracker):
 
     @classmethod
     def check(cls) -> None:
-        """Log in before the run, when there is still somebody to answer a question."""
+        """Also log in, before the run starts, because it may ask for a key."""
         super().check()
         import wandb
 
@@ -315,7 +310,7 @@ class WandB(Tracker):
             wandb.login()
         except wandb.Error as error:
             raise TrackerError(
-                f"[track] to = 'wandb': {error} Or WANDB_MODE=offline, which keeps it on this machine"
+                f"[track] to = 'wandb': {error} Alternatively, set WANDB_MODE=offline to log to this machine"
             ) from error
 
     def log(self, number: int, figures: Mapping[str, float]) -> None:
@@ -344,14 +339,14 @@ class WandB(Tracker):
 TRACKERS: Mapping[str, type[Tracker]] = MappingProxyType(
     {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
 )
-"""Name, which is also that of its extra → adapter."""
+"""Name of a tool, and of its extra → adapter."""
 
 
 def trackers(names: Sequence[str]) -> dict[str, type[Tracker]]:
-    """The classes of tools, each of which can be used on this machine.
+    """The adapters of tools, checked to be usable on this machine.
 
     Raises:
-        TrackerError: one cannot; the message says what to install or to set.
+        TrackerError: a tool cannot be used.
     """
     found: dict[str, type[Tracker]] = {}
     for name in names:
@@ -360,8 +355,8 @@ def trackers(names: Sequence[str]) -> dict[str, type[Tracker]]:
             kind.check()
         except ImportError as error:
             raise TrackerError(
-                f"[track] to = {name!r}: its package cannot be imported ({error}); "
-                f"pip install 'prefed[{name}]', or leave it out"
+                f"[track] to = {name!r}: cannot import its package ({error}): install it with pip install "
+                f"'prefed[{name}]', or remove {name!r}"
             ) from error
         found[name] = kind
     return found

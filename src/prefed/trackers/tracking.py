@@ -1,4 +1,4 @@
-"""Callbacks that log a run or an alignment to tools. Whatever goes wrong in a tool, the run continues."""
+"""Callbacks that log a run or an alignment to tools. Errors of a tool do not end the run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from prefed.trackers.logged_metrics import (
 from prefed.trackers.tools import Told, TrackedRun, Tracker
 
 STATE = "track.json"
-"""The file in the run directory that says what each tool was told."""
+"""File in the run directory that records what was logged to each tool."""
 
 
 @dataclass
 class _Listener:
-    """A tool, and what it was told.
+    """A tool, and what was logged to it.
 
     Attributes:
-        known: as :class:`~prefed.trackers.tools.TrackedRun` has it.
-        told: the last round that it was told of.
-        finished: the number of rounds with which it was told of the run's end; 0 before that.
-        tracker: the run there, once it is begun or gone on with.
-        failed: whether it failed in this process.
+        known: see :class:`~prefed.trackers.tools.TrackedRun`.
+        told: the last round that was logged.
+        finished: number of rounds of the run when its results were logged; 0 before that.
+        tracker: the run in the tool, once it is started or resumed.
+        failed: whether the tool failed in this process.
     """
 
     kind: type[Tracker]
@@ -47,25 +47,25 @@ class _Listener:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the file keeps of it."""
+        """The entry in :data:`STATE`."""
         return {"known": self.known, "told": self.told, "finished": self.finished}
 
 
 @dataclass
 class Tracking(Callback):
-    """Tells tools of a run, from its first committed round on: a start that fails leaves nothing there.
+    """Logs a run to tools, from its first committed round on.
 
-    A tool that has missed rounds, since the run was stopped before it was told of them, is told of them with
-    the next one. A tool that fails is warned of once, and tried again at the end of the run.
+    Rounds that were committed but not logged are logged with the next one. If a tool fails, one warning is
+    issued, and the tool is tried again at the end of the run.
 
     Attributes:
         kinds: name → tool.
         folder: the run directory.
-        config: reads the experiment's tables.
-        rounds: reads the records of the committed rounds.
-        warn: is told of failures.
-        clients: whether the tools are told figures of single clients.
-        figures: the numbers of a round's record that are told.
+        config: returns the experiment's tables.
+        rounds: returns the records of the committed rounds.
+        warn: called with a message if a tool fails.
+        clients: whether metrics of single clients are logged.
+        figures: record of a round → the metrics to log.
     """
 
     kinds: Mapping[str, type[Tracker]]
@@ -79,7 +79,7 @@ class Tracking(Callback):
     figures: Callable[[Mapping[str, Any]], Mapping[str, float]] = round_figures
     _listeners: dict[str, _Listener] = field(init=False)
     _others: dict[str, Any] = field(init=False)
-    """What the file keeps of tools that are not told now."""
+    """Entries in :data:`STATE` of other tools."""
 
     def __post_init__(self) -> None:
         path = self.folder / STATE
@@ -90,27 +90,27 @@ class Tracking(Callback):
             }
             self._others = state
         except (OSError, ValueError, TypeError) as error:
-            self.warn(f"[track] {path} cannot be used ({error}): trackers will log a new run")
+            self.warn(f"[track] cannot read {path} ({error}): trackers will log a new run")
             self._listeners = {name: _Listener(kind) for name, kind in self.kinds.items()}
             self._others = {}
 
     def on_run_begin(self, done: int, rounds: int) -> None:
-        """A run that was taken back to an earlier round tells of the later ones again."""
+        """If the run returned to an earlier round, log the later rounds again."""
         for listener in self._listeners.values():
             listener.told = min(listener.told, done)
 
     def on_round_end(self, record: RoundRecord) -> None:
-        """Tell the round's figures."""
+        """Log the metrics of a round."""
         for name, listener in self._listeners.items():
             if not listener.failed:
                 self._try(name, partial(self._tell, listener, int(record["round"]), record))
 
     def finish(self, summary: Summary, page: Callable[[], str] | None) -> None:
-        """Tell what came of the run, unless it was told before.
+        """Log the results of the run to tools that do not have them.
 
         Args:
-            summary: what ``summary.json`` holds.
-            page: makes the page; ``None`` for no page.
+            summary: contents of ``summary.json``.
+            page: builds the page; ``None``: no page.
         """
 
         def told() -> Told:
@@ -122,13 +122,13 @@ class Tracking(Callback):
         self.finish_once(rounds, told)
 
     def finish_once(self, rounds: int, told: Callable[[], Told]) -> None:
-        """Tell what came of ``rounds`` rounds to all tools that were not told it."""
+        """Log the results after ``rounds`` rounds to tools that do not have them."""
         for name, listener in self._listeners.items():
             if listener.finished < rounds:
                 self._try(name, partial(self._finish, listener, rounds, told))
 
     def add(self, rounds: int, figures: Mapping[str, float]) -> None:
-        """Tell numbers of a finished run beside those of its summary."""
+        """Log additional metrics of a finished run."""
 
         def tell(listener: _Listener) -> None:
             self._tell(listener, rounds).finish(Told(rounds, figures, (), (), None))
@@ -137,14 +137,14 @@ class Tracking(Callback):
             self._try(name, partial(tell, listener))
 
     def close(self, *, succeeded: bool) -> None:
-        """Leave all tools."""
+        """Close the run in all tools."""
         for name, listener in self._listeners.items():
             if listener.tracker is not None:
                 self._try(name, partial(listener.tracker.close, succeeded=succeeded))
                 listener.tracker = None
 
     def _tell(self, listener: _Listener, last: int, record: RoundRecord | None = None) -> Tracker:
-        """Tell of the rounds that were not told, to the round ``last``, whose record may be given."""
+        """Log all missing rounds up to ``last``, whose record may be given."""
         tracker = listener.tracker
         if tracker is None:
             listener.tracker = tracker = listener.kind(
@@ -190,7 +190,7 @@ class Tracking(Callback):
 
 
 def _reason(error: Exception) -> str:
-    r"""An error in a line, without the password that an address in it may have.
+    r"""Format an error in one line, without passwords in URLs.
 
     >>> _reason(ValueError("no answer of https://ann:secret@host/api\nmore"))
     'ValueError: no answer of https://…@host/api'
@@ -201,39 +201,39 @@ def _reason(error: Exception) -> str:
 
 @dataclass
 class AlignmentTracking(Tracking):
-    """Tells tools of an alignment, from its first epoch on. Epochs are counted over all generations.
+    """Logs an alignment to tools. Epochs are numbered over all generations.
 
-    Its figures are those of :func:`~prefed.trackers.logged_metrics.epoch_figures`, and at the end those of
-    :func:`~prefed.trackers.logged_metrics.alignment_figures`: never a text, and nothing of a client.
+    The metrics are those of :func:`~prefed.trackers.logged_metrics.epoch_figures`, and at the end those of
+    :func:`~prefed.trackers.logged_metrics.alignment_figures`: no texts, and nothing about clients.
     """
 
     figures: Callable[[Mapping[str, Any]], Mapping[str, float]] = epoch_figures
 
     def on_stage_begin(self, stage: str, done: int, of: int) -> None:
-        """Training that is done again is a new run in the tools."""
+        """If training starts again, start a new run in the tools."""
         epoch, _ = _place(stage, done, of)
         for listener in self._listeners.values():
             if epoch is not None and epoch < listener.told:
                 listener.known, listener.told, listener.finished = None, 0, 0
 
     def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
-        """Tell the epoch's figures."""
+        """Log the metrics of an epoch."""
         epoch, generation = _place(stage, done, of)
         if epoch is not None:
             self.on_round_end(cast(RoundRecord, {"round": epoch, **generation, **figures}))
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """Tell what came of the alignment, unless it was told before.
+        """Log the results of the alignment to tools that do not have them.
 
         Args:
-            summary: what ``align/summary.json`` holds.
+            summary: contents of ``align/summary.json``.
         """
         epochs = len(summary["train"]["epochs"])
         self.finish_once(epochs, lambda: Told(epochs, alignment_figures(summary), (), (), None))
 
 
 def _place(stage: str, done: int, of: int) -> tuple[int | None, dict[str, int]]:
-    """The number of an epoch over all generations, and that of its generation; none of another stage.
+    """The number of an epoch over all generations, and its generation; ``None`` for other stages.
 
     >>> _place("train-3", 1, 2), _place("train", 1, 2), _place("labels-3", 1, 2)
     ((5, {'generation': 3}), (1, {}), (None, {}))
