@@ -432,10 +432,10 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(runs, place, tmp_pat
         (("--judge", "utility", "--template", "none"), "the templates are plain", 2),
         (("--judge", "utility", "--column", "y"), "use --against FILE and --column NAME together", 2),
         (("--judge", "utility", "--name", "../x"), "--name '../x'", 2),
-        (("--judge", "utility", "--taste", "zoe"), "no client of the run's data", 1),
+        (("--judge", "utility", "--taste", "zoe"), "no such client in the data of the run; use mean", 1),
         (("--judge", "utility", "--prompt-column", "question"), "no column 'question'", 1),
         (("--judge", "selector:{run}"), "feddpo trains no selectors", 1),
-        (("--judge", "endpoint:m", "--url", "nowhere"), "--url is http", 1),
+        (("--judge", "endpoint:m", "--url", "nowhere"), "--url must be http:// or https:// with a host", 1),
     ],
 )
 def test_what_cannot_be_judged(runs, place, words, message, code):

@@ -99,7 +99,6 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
 
 
 def _longest(alignment: Alignment) -> int:
-    """Return the maximal number of tokens of a prompt with its completion."""
     return min(alignment.data.max_length, alignment.policy.window or alignment.data.max_length)
 
 

@@ -78,7 +78,6 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
 
 
 def _not_judged(alignment: Alignment) -> str:
-    """Return the name of the count of pairs without scores."""
     return "too_long" if alignment.judge is None else "failed"
 
 

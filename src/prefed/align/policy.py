@@ -171,6 +171,13 @@ def adapter_settings(folder: Path) -> Mapping[str, Any]:
     return settings
 
 
+def copy_adapter(source: Path, folder: Path) -> None:
+    """Copy the files of an adapter to another folder."""
+    with atomic_folder(folder) as partial:
+        for item in sorted(source.iterdir()):
+            shutil.copyfile(item, partial / item.name)
+
+
 def save_over_start(
     backbone: Backbone, tensors: Tensors, start: Path, folder: Path, taste: torch.Tensor | None = None
 ) -> None:

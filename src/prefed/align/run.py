@@ -204,7 +204,6 @@ def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
 
 
 def _forget_others(folder: Path, stages: tuple[Stage, ...]) -> None:
-    """Delete the files of stages that are not in ``stages``, e.g. of additional generations."""
     numbers = [int(path.name) for path in (folder / "generations").glob("*") if path.name.isdecimal()]
     names = {stage.name for stage in stages}
     wanted = {path for stage in stages for path in (*stage.outputs, *stage.parts)}

@@ -157,7 +157,6 @@ def check_settings(alignment: Alignment, stages: Sequence[Stage], again: str | N
 
 
 def _kept(stages: Sequence[Stage], again: str | None) -> int:
-    """Return the number of stages before ``again``."""
     names = [stage.name for stage in stages]
     if again is None:
         return len(names)

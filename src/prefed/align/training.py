@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from prefed.config.align import AlignConfig
 from prefed.core import Optimizer, Plain, Tensors
 from prefed.data import Record
 from prefed.data.record import parse_prompt
-from prefed.models.adapters import atomic_folder
 from prefed.models.backbone import model_digest
 from prefed.train import PairTrainer
 from prefed.train.metrics import PairScores, client_metrics
@@ -126,7 +124,7 @@ def _work(alignment: Alignment) -> Figures:
     digests = {f"{CHECKPOINTS}/epoch-{epoch['epoch']}": epoch.pop("digest") for epoch in history}
     check_outputs(alignment.folder, STAGE, digests)
     best = best_epoch(history)
-    _copy(alignment.folder / CHECKPOINTS / f"epoch-{best}", alignment.folder / ADAPTER)
+    policy.copy_adapter(alignment.folder / CHECKPOINTS / f"epoch-{best}", alignment.folder / ADAPTER)
     return {
         "pairs": len(training.rows),
         "held_out": int(out.sum()),
@@ -134,12 +132,6 @@ def _work(alignment: Alignment) -> Figures:
         "epochs": history,
         "kept": best,
     }
-
-
-def _copy(checkpoint: Path, folder: Path) -> None:
-    with atomic_folder(folder) as partial:
-        for item in sorted(checkpoint.iterdir()):
-            shutil.copyfile(item, partial / item.name)
 
 
 def settings(alignment: Alignment) -> dict[str, Any]:

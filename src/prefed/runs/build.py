@@ -214,7 +214,6 @@ def _work(
 
 
 def _check_cohort(experiment: Experiment, job: Job) -> None:
-    """Check that a cohort has enough clients for the merge rule."""
     merge, size = experiment.merge, job.cohort_size
     if not job.method.ownership.names(Owner.SHARED):
         return

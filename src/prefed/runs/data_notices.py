@@ -82,7 +82,6 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
 
 
 def _worst(dataset: FederatedDataset, most: int = 3) -> str:
-    """List the clients that lose the largest shares of their rows."""
     shares = {}
     for name, lost in dataset.findings.lost.items():
         rows = lost + sum(dataset.sizes.get(name, ()))

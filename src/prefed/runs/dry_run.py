@@ -378,7 +378,6 @@ def _tried(experiment: Experiment, job: Job, cache: Path, place: Path) -> DryRun
 
 
 def _typical(job: Job) -> str:
-    """Return the client whose number of training pairs is nearest to the mean."""
     mean = sum(job.weights.values()) / len(job.weights)
     return min(job.members, key=lambda client: abs(job.weights[client] - mean))
 

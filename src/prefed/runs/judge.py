@@ -269,7 +269,6 @@ def _digest(pairs: Sequence[tuple[NumberedPrompt, Question]]) -> str:
 
 
 def _responses(how: Comparison, prompts: Sequence[NumberedPrompt]) -> dict[str, Any]:
-    """Return what responses depend on besides the model."""
     texts = json.dumps([[row.row, repr(row.prompt)] for row in prompts]).encode()
     sampling = how.sampling.model_dump()
     drawn = {"seed": how.seed} if how.sampling.temperature else {}
@@ -279,7 +278,6 @@ def _responses(how: Comparison, prompts: Sequence[NumberedPrompt]) -> dict[str, 
 
 
 def _folder(base: Path, settings: Mapping[str, Any], taste: str | None) -> Path:
-    """Return the default folder of a comparison."""
     judge, sides = settings["judge"], f"{settings['model']} against {settings['against']}"
     return base / slug(f"{judge} {sides}" if taste is None else f"{judge}, taste {taste} {sides}")
 

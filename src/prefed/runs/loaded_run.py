@@ -232,7 +232,6 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
 
 
 def _check_fingerprint(record: RunRecord, trainers: PairTrainerFactory) -> None:
-    """Check that base model and data are unchanged since the run."""
     source = {"model": f"the base model {record.config['model']['name']}", "data": "the data"}
     for name, digest in trainers.fingerprint.items():
         if record.fingerprint.get(name, digest) != digest and (trainers.dataset.has_pairs or name != "data"):

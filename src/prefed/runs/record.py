@@ -210,7 +210,6 @@ def _rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
 
 
 def _rounds(path: Path, rounds: int) -> tuple[RoundRecord, ...]:
-    """Read the first ``rounds`` records of ``rounds.jsonl``."""
 
     def parse(text: str) -> list[Any]:
         # Not splitlines(): a client's name may contain other line separators.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,13 +13,12 @@ import torch
 
 from prefed.align.judge.questions import NumberedPrompt
 from prefed.align.policy import FOLDER as START
-from prefed.align.policy import TASTING, load_base, load_policy, read_policy, save_over_start
+from prefed.align.policy import TASTING, copy_adapter, load_base, load_policy, read_policy, save_over_start
 from prefed.align.tastes import load_tastes
 from prefed.core import Key, Tensors, files
 from prefed.data import Prompt, Template
 from prefed.data.encoding import continuation_text
 from prefed.models import Backbone, ModelConfig
-from prefed.models.adapters import atomic_folder
 from prefed.models.backbone import model_digest
 from prefed.runs.align import FOLDER, stored_settings
 from prefed.runs.journal import Journal
@@ -246,9 +244,7 @@ class Models:
         """Write the aligned model, with the taste of ``side``, as a PEFT adapter for the base model."""
         if side.taste is None:
             # The adapter is already merged into the weights of ``side``.
-            with atomic_folder(folder) as partial:
-                for item in (self._run.record.path / ALIGNED).iterdir():
-                    shutil.copyfile(item, partial / item.name)
+            copy_adapter(self._run.record.path / ALIGNED, folder)
             return
         start = self._run.record.path / FOLDER / START
         save_over_start(side.backbone, side.tensors, start, folder, side.taste)

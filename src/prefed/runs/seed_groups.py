@@ -240,7 +240,6 @@ def gains(case: Case, other: Case, name: str, *, fixed: bool, against: str | Non
 
 
 def _each(case: Case, name: str) -> dict[tuple[str, int], float]:
-    """Return (client, seed) → metric."""
     return {
         (client, run.seed): value
         for run in case.runs

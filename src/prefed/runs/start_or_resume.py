@@ -187,7 +187,6 @@ def _check_digest(config: Mapping[str, Any] | None, experiment: Experiment, writ
 
 
 def _check_settings(stored: Experiment, experiment: Experiment, writer: RunWriter) -> None:
-    """Check that a run is resumed with the same settings."""
     changed = differing(stored.tables(), experiment.tables())
     lines = [
         f"  {name}: {before!r} → {after!r}"

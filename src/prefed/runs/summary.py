@@ -248,7 +248,6 @@ def command(words: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """Return the name of the processor, or its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

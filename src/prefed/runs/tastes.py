@@ -50,7 +50,7 @@ Pairs = npt.NDArray[np.uint64]
 OWN = "own"
 """Name of each client's own taste, where clients are evaluated."""
 OPPOSED = 0.5
-"""Below this :func:`common_taste`, clients' tastes oppose each other and their mean represents nobody."""
+"""Below this :func:`common_taste`, clients' tastes oppose each other and their mean is not meaningful."""
 _log = logging.getLogger("prefed")
 
 

@@ -103,13 +103,11 @@ def squared_gradients(run: RunRecord) -> list[float]:
 
 
 def _steps(run: LoadedRun, pairs: float) -> int:
-    """Return the optimiser steps of a visit by a client with ``pairs`` training pairs."""
     settings = run.experiment.method.settings
     return settings.passes(settings.local_epochs or 1) * math.ceil(pairs / settings.step_pairs())
 
 
 def _longest(run: LoadedRun) -> int:
-    """Return the length in tokens of the longest training response."""
     dataset = run.trainers.dataset
     return max(int(dataset.tokens.lengths[client.train, 1:].max()) for client in dataset.clients.values())
 
