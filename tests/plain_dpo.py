@@ -1,4 +1,4 @@
-"""DPO of a LoRA on a small GPT-2, written out in plain torch and float64: an oracle for real runs."""
+"""DPO of a LoRA on a small GPT-2 or Llama, in plain torch and float64: an oracle for real runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ class PlainDPO:
     """The losses of a run's clients, each over all of its training pairs.
 
     Args:
-        run: its model is a GPT-2, its layout a LoRA on all linear layers.
+        run: its model is a GPT-2 or a Llama, its layout a LoRA on all linear layers, with or without a head.
     """
 
     def __init__(self, run: LoadedRun) -> None:
         name = run.record.config["model"]["name"]
         self.model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager").double().eval()
+        if "head/weight" in run.backbone.initial:
+            self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
         self.base = {key: value.detach() for key, value in self.model.named_parameters()}
         self.scaling, self.beta = run.backbone.scaling, run.experiment.method.settings.beta
         dataset = run.trainers.dataset
@@ -78,10 +80,16 @@ class PlainDPO:
         for name in lora:
             if name.endswith("/A"):
                 _, block, module, _ = name.split("/")
-                key = f"transformer.h.{block}.{module}.weight"
-                product = lora[f"lora/{block}/{module}/B"] @ lora[name]
-                # GPT-2 has its weights the other way round: [in, out].
-                weights[key] = weights[key] + self.scaling * product.T
+                product = self.scaling * lora[f"lora/{block}/{module}/B"] @ lora[name]
+                if self.model.config.model_type == "llama":
+                    key = f"model.layers.{block}.{module}.weight"
+                    weights[key] = weights[key] + product
+                else:
+                    # GPT-2 has its weights the other way round: [in, out].
+                    key = f"transformer.h.{block}.{module}.weight"
+                    weights[key] = weights[key] + product.T
+            elif name == "head/weight":
+                weights["lm_head.weight"] = lora[name]
         logits = functional_call(self.model, weights, (ids,)).logits[0, len(prompt) - 1 : -1]
         at = torch.tensor(list(map(int, response)))[:, None]
         return logits.log_softmax(-1).gather(1, at).sum()

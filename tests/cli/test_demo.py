@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from prefed.config import Experiment
+from prefed.data.advice import PROMPTS
 from prefed.ui.cli import app, demo
+from preferences import CHATML, tokenizer
 
 
 def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +48,50 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
     assert file.read_text() == changed
     again = json.loads((run.with_name("run-fedsdg-2") / "summary.json").read_text())
     assert (again["method"], again["rounds"]) == ("feddpo", 1)
+
+
+@pytest.mark.parametrize("chat", [CHATML, None])
+def test_a_given_model_answers_the_same_prompts_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: str | None
+) -> None:
+    """With a chat template, and without one: on the terminal and on the page, in the columns of the untouched
+    model, the shared one and two clients' own. A second call finds the model of the first."""
+    for name, value in {"CHAT_TRAIN": 4, "CHAT_TEST": 2}.items():
+        monkeypatch.setattr(demo, name, value)
+    settings = {"rounds": 1, "max_length": 512, "training": "lr = 1e-3\nlocal_steps = 1", "every": 1}
+    monkeypatch.setattr(demo, "CHAT", settings)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "small"
+    words = tokenizer(chat=chat)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words.save_pretrained(folder)
+    first = CliRunner().invoke(app, ["demo", "--model", "small"])
+    assert first.exit_code == 0, first.output
+    for word in (*PROMPTS, "untouched model", "shared model", "ada's own model", "ben's own model"):
+        assert word in first.output
+    assert "oracle" not in first.output
+    page = (tmp_path / "prefed-demo-small" / "run-fedsdg" / "report.html").read_text("utf-8")
+    assert all(prompt in page for prompt in PROMPTS)
+    assert "ben&#39;s own model" in page
+    other = CliRunner().invoke(app, ["demo", "--model", "other", "--out", "prefed-demo-small"])
+    assert other.exit_code == 2
+    file = Path("prefed-demo-small", "fedsdg.toml")
+    assert f"{file} is about another model, {folder}: give another --out" in other.output
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["demo", "--model", "./none"])
+    assert result.exit_code == 1
+    assert "'./none': no such folder" in result.output

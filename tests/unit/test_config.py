@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, to_toml
+from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, ReportConfig, to_toml
 from prefed.config.new_file import starting_file
 from prefed.engines import job
 from prefed.engines.job import JobError
@@ -246,6 +246,15 @@ def test_a_starting_file_has_the_alignments_keys_behind_comments():
     assert plain.align == AlignConfig(prompts="prompts.jsonl")
     assert all(f"\n# {key} =" in table for key in AlignConfig.model_fields)
     assert "# [align]\n" not in starting_file("feddpo")
+
+
+def test_a_starting_file_has_the_reports_keys_for_methods_whose_models_write():
+    head, _, table = starting_file("feddpo").partition("# [report]\n")
+    keys = [line[2:] for line in table.partition("# [")[0].splitlines() if re.match(r"# \w+ = ", line)]
+    made = Experiment.parse("\n".join([head, "[report]", *keys])).report
+    assert made == ReportConfig(prompts="How can I sleep better?")
+    assert all(f"\n# {key} =" in table for key in ReportConfig.model_fields)
+    assert "# [report]\n" not in starting_file("fedbis")
 
 
 @pytest.mark.parametrize("name", ["fleet", "graph"])

@@ -141,7 +141,7 @@ def test_a_run_from_elsewhere_steers_no_terminal(tmp_path):
 
 def test_what_a_model_writes_steers_no_terminal(capsys):
     """Its lines and tabs stay: a byte-level model can write any character."""
-    print_responses("say", "one\n\ttwo", "\x1b[2Jthree", "aligned")
+    print_responses("say", {"base": "one\n\ttwo", "aligned": "\x1b[2Jthree"})
     output = capsys.readouterr().out
     assert "\x1b" not in output
     assert "\\x1b[2Jthree" in output

@@ -18,6 +18,7 @@ from prefed.config.settings import (
     EngineConfig,
     EvaluateConfig,
     MethodConfig,
+    ReportConfig,
     StopConfig,
     TrackConfig,
 )
@@ -90,6 +91,9 @@ class Experiment(StrictModel):
         description="how the server aligns its own model after the last round, with prompts and the "
         "clients' selectors; default: not at all",
     )
+    report: ReportConfig | None = Field(
+        None, description="prompts that the run's models answer, for its page; default: none"
+    )
     track: TrackConfig | None = Field(None, description="experiment trackers to log to; default: none")
 
     def __init__(self, **tables: Any) -> None:
@@ -125,6 +129,8 @@ class Experiment(StrictModel):
             raise ValueError(
                 f"[data] score = 'whole' is for policies, but {self.method.name} trains selectors: remove it"
             )
+        if self.report is not None and self.method.kind.reads == "choice":
+            raise ValueError(f"[report]: {self.method.name} trains selectors, which write no text: remove it")
         count = getattr(self.method.settings, "selectors", 1)
         if self.align is not None and isinstance(self.align.labels, int) and self.align.labels >= count:
             raise ValueError(

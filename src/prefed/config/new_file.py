@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prefed.config import AlignConfig, Experiment, StopConfig, TrackConfig
+from prefed.config import AlignConfig, Experiment, ReportConfig, StopConfig, TrackConfig
 from prefed.engines.simulated_fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, MethodKind
@@ -26,6 +26,7 @@ EXAMPLES: dict[tuple[str, ...], Any] = {
     ("data", "partition"): {"by": "column", "column": "client"},
     ("model", "name"): MODEL,
     ("align", "prompts"): "prompts.jsonl",
+    ("report", "prompts"): ["How can I sleep better?"],
     ("track", "to"): ["tensorboard"],
 }
 """Example values of keys without a default."""
@@ -52,6 +53,7 @@ OPTIONAL: dict[str, type[BaseModel]] = {
     "fleet": FleetConfig,
     "graph": GraphConfig,
     "stop": StopConfig,
+    "report": ReportConfig,
     "track": TrackConfig,
     "align": AlignConfig,
 }
@@ -153,8 +155,9 @@ def _table(record: type[BaseModel], path: tuple[str, ...], kind: MethodKind) -> 
         yield from _table(below, (*path, name), kind)
     if record is Experiment:
         for name, table in OPTIONAL.items():
-            keys = table is not AlignConfig or kind.reads == "choice"
-            yield from _optional(name, table if keys else None)
+            # Selectors can align a model, and write no text for a report.
+            never = ReportConfig if kind.reads == "choice" else AlignConfig
+            yield from _optional(name, None if table is never else table)
 
 
 def _optional(name: str, table: type[BaseModel] | None) -> Iterator[str]:

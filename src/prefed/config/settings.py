@@ -1,4 +1,4 @@
-"""The tables ``[cohort]``, ``[method]``, ``[evaluate]``, ``[stop]``, ``[engine]`` and ``[track]``."""
+"""The experiment file's tables on clients, methods, evaluation, engines, reports and trackers."""
 
 from __future__ import annotations
 
@@ -256,6 +256,32 @@ class EngineConfig(StrictModel):
                 f"{len(devices)}, or list fewer"
             )
         return self
+
+
+class ReportConfig(StrictModel):
+    """What the models of a run write, for its page: the most likely text, without sampling.
+
+    >>> ReportConfig(prompts="Name a colour.").prompts
+    ['Name a colour.']
+    """
+
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
+        min_length=1,
+        description="a prompt or a list of prompts, answered by the untouched model and, after rounds 1, 2, "
+        "4, 8, … and the last, by the shared model and by clients' own; a text becomes a user's turn if the "
+        "clients' prompts are dialogues",
+    )
+    clients: list[str] | None = Field(
+        None,
+        description="clients whose own models answer too; default: the first two, of a method with personal "
+        "models",
+    )
+    max_new_tokens: int = Field(60, ge=1, description="maximum number of tokens in an answer")
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
 
 class TrackConfig(StrictModel):

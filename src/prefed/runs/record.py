@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -184,6 +184,20 @@ def read_summary(path: Path) -> Summary:
     return summary
 
 
+ANSWERS = "answers.jsonl"
+"""File of a run with its models' answers to the prompts of ``[report]``."""
+
+
+class Answer(_Schema):
+    """A row of ``answers.jsonl``."""
+
+    round: int
+    model: Literal["untouched", "shared", "own"]
+    client: str | None = None
+    prompt: str
+    text: str
+
+
 RowT = TypeVar("RowT", bound=_Schema)
 
 
@@ -334,6 +348,15 @@ class RunRecord:
         """
         path = self.path / "tastes.json"
         return _read(path, json.loads, _Tastes) if os.access(path, os.R_OK) else None
+
+    @cached_property
+    def answers(self) -> tuple[Answer, ...]:
+        """The rows of ``answers.jsonl``; empty if there is no such file or it is not readable.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        return read_answers(self.path) if os.access(self.path / ANSWERS, os.R_OK) else ()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -512,6 +535,15 @@ def alignment_of(run: Path) -> Outcome | None:
     if not path.exists():
         return None
     return Outcome(_read(path, json.loads, _Alignment), _labels(path.with_name("labels.jsonl")))
+
+
+def read_answers(run: Path) -> tuple[Answer, ...]:
+    """Read ``answers.jsonl`` of a run.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    return tuple(_rows(run / ANSWERS, Answer))
 
 
 def _verdicts(path: Path) -> tuple[Example, ...]:

@@ -14,7 +14,7 @@ SHARED = "PREFED_REFERENCE"
 """Environment variable with a cache folder for all runs. ``prefed sweep`` sets it for its runs."""
 NOT_CACHED = {
     *("rounds", "cohort", "evaluate", "stop", "engine", "merge", "privacy", "fleet", "graph", "align"),
-    "track",
+    *("report", "track"),
 }
 """Keys and tables of an experiment that do not affect ``cache/``."""
 _FREE = NOT_CACHED - {"evaluate"} | {"method"}

@@ -167,6 +167,7 @@ def _finish(experiment: Experiment, writer: RunWriter, callback: Callback) -> St
 
 def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:
     job = _begin(experiment, writer)
+    callback = with_answers(experiment, job, writer, callback)
     announce(experiment, job, callback)
     with ExitStack() as stack:
         with timed("engine", backend_name(experiment.engine.name, experiment.engine.workers)):
@@ -179,6 +180,21 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
             data = describe_data(cast("PairTrainerFactory", job.trainers).dataset)
     with timed("adapters"):
         conclude(job, writer, server, profiles, callback, tastes, data=data)
+
+
+def with_answers(
+    experiment: Experiment, job: Job, writer: RunWriter, callback: Callback, *, personal: bool = True
+) -> Callback:
+    """``callback``, and before it what answers the prompts of ``[report]``, if there are any.
+
+    Args:
+        personal: whether the clients' private states are here.
+    """
+    if experiment.report is None:
+        return callback
+    from prefed.runs.answers import RoundAnswers
+
+    return Callbacks([RoundAnswers(experiment, job, writer, personal=personal), callback])
 
 
 def conclude(
@@ -211,6 +227,10 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
         from prefed.runs.align import check_named_tastes
 
         check_named_tastes(experiment, job)
+    if experiment.report is not None:
+        from prefed.runs.answers import check_report
+
+        check_report(experiment, job)
     commit_start(experiment, job, writer, digests_of(experiment, job))
     return job
 

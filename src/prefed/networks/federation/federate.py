@@ -27,7 +27,7 @@ from prefed.networks.federation.messages import PACKAGES, Joined, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
-from prefed.runs.run import conclude
+from prefed.runs.run import conclude, with_answers
 from prefed.runs.start_or_resume import commit_start, digests_of, open_run, reconcile
 from prefed.store import RunWriter
 
@@ -112,6 +112,8 @@ def _check(experiment: Experiment) -> None:
         raise ConfigError("[align] is not available in a federation: run `prefed align` on the finished run")
     if experiment.stop is not None:
         raise ConfigError("[stop] needs earlier rounds, and a federation stores only the last one: remove it")
+    if experiment.report is not None and experiment.report.clients is not None:
+        raise ConfigError("[report] clients needs personal models, which stay at the sites: remove it")
     if experiment.method.name == "centralized":
         raise ConfigError("centralized pools all pairs in one place: choose another method")
 
@@ -155,6 +157,7 @@ def _run(
     # A resumed run must have the same sites, clients and pair counts.
     roster = files.digest(json.dumps(clients, sort_keys=True).encode())
     commit_start(experiment, job, writer, digests_of(experiment, job) | {"data": roster})
+    callback = with_answers(experiment, job, writer, callback, personal=False)
     announce(experiment, job, callback)
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
     model = job.trainers.fingerprint["model"]
@@ -196,6 +199,7 @@ def experiment_for_sites(experiment: Experiment) -> str:
     tables["model"].pop("revision", None)
     tables["method"].pop("reward_model", None)
     tables.pop("track", None)
+    tables.pop("report", None)
     import tomli_w
 
     return tomli_w.dumps(tables)

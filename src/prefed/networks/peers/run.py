@@ -135,6 +135,10 @@ def _check(experiment: Experiment) -> None:
         )
     if experiment.align is not None:
         raise ValueError("[align] needs a server, and peers have none: remove it")
+    if experiment.report is not None:
+        raise ValueError(
+            "[report] needs the models of several clients, and a peer has only its own: remove it"
+        )
     if experiment.stop is not None:
         raise ValueError("[stop] needs the metrics of all clients, and a peer has only its own: remove it")
 

@@ -1,14 +1,16 @@
-"""``prefed demo``: a whole federation on this machine, without data or a model, in under two minutes."""
+"""``prefed demo``: a whole federation on this machine, without data; its model is made here or given."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefed.ui.cli.errors import usage
+from prefed.ui.cli.errors import UsageError, usage
 from prefed.ui.cli.output import progress_console, terminal
 
 if TYPE_CHECKING:
@@ -16,86 +18,174 @@ if TYPE_CHECKING:
 
     from prefed.core import Key
     from prefed.data import Record
+    from prefed.methods import MethodKind
 
 
 CLIENTS, TRAIN, TEST, SEED = 6, 64, 64, 7
 TEXTS, STEPS = 1500, 200
+CHAT_TRAIN, CHAT_TEST = 24, 12
 
 EXPERIMENT = """\
 # The experiment that `prefed demo` ran. Change a line and run it again:
 #     prefed run {file}
 # Every key, explained: `prefed init METHOD`. Every method: `prefed methods`.
 seed = 42
-rounds = 10
+rounds = {rounds}
 
 [data]
 train = "train.jsonl"                   # your own JSON lines go here: prompt, chosen, rejected
 test = "test.jsonl"
 partition = {{ by = "column", column = "client" }}
-max_length = 128
+max_length = {max_length}
 
 [model]
-name = "model"                          # or any causal language model: a folder or a hub name
+name = {model}                          # or any causal language model: a folder or a hub name
 lora = {{ rank = 8, alpha = 16, dropout = 0.0 }}
 
 [method]
 name = "{method}"                         # or another method: feddpo, fedper, local, …
-lr = 3e-3
+{training}
 
 [evaluate]
-every = 1
-
+every = {every}
+{report}
 [engine]
 workers = {workers}
 threads = 1
 """
+TINY = {
+    "rounds": 10,
+    "max_length": 128,
+    "model": '"model"',
+    "training": "lr = 3e-3",
+    "every": 1,
+    "report": "",
+}
+CHAT = {
+    "rounds": 3,
+    "max_length": 512,
+    "training": "lr = 3e-3\nlocal_steps = 5\nbatch_size = 4",
+    "every": 1,
+}
+OBJECTIVE = 'objective = "orpo"                      # it imitates the chosen responses too, which shows soon'
+
+
+@dataclass(frozen=True)
+class _Story:
+    """What the demo trains on.
+
+    Attributes:
+        tastes: client → what it likes.
+        pairs: training pairs of a client.
+        settings: the experiment's.
+        more: further columns of the result.
+    """
+
+    tastes: Mapping[str, str]
+    records: Sequence[Record]
+    pairs: int
+    settings: Mapping[str, Any]
+    more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="The folder for data, model and run.")] = Path("prefed-demo"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder for data, model and run (default: prefed-demo; with --model prefed-demo-NAME)."
+        ),
+    ] = None,
     method: Annotated[str, typer.Option(help="The method to run; see `prefed methods`.")] = "fedsdg",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|HUB-NAME",
+            help="A chat model to train, e.g. HuggingFaceTB/SmolLM2-135M-Instruct (default: a tiny model, "
+            "made here).",
+        ),
+    ] = None,
 ) -> None:
-    """Make a preference set and a tiny model, train a federation on them and report."""
+    """Make a preference set, train a federation of a tiny or a given model on it and report."""
     import os
 
     from prefed.config import Experiment, method_kind
 
     with usage():
-        method_kind(method)
+        kind = method_kind(method)
     from prefed.core import Key, files
     from prefed.data import synthetic
     from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.record import read_run
     from prefed.runs.run import run
+    from prefed.ui.cli.models import print_responses
+    from prefed.ui.pages.outcomes import answers
     from prefed.ui.pages.page import write_page
     from prefed.ui.pages.terminal import print_result, result_line
 
     silence_transformers()
     console = progress_console()
-    out.mkdir(parents=True, exist_ok=True)
     key = Key(SEED)
-    tastes = synthetic.tastes(key, CLIENTS)
-    records = synthetic.generate(key, clients=CLIENTS, train=TRAIN, test=TEST)
-    synthetic.write(out, records)
-    console.print(f"{CLIENTS} clients, {TRAIN} preference pairs each, in {out}; what they like:")
-    for client, taste in tastes.items():
-        console.print(f"  {client}: {taste.describe()}")
-    if not (out / "model").exists():
+    if model is not None and Path(model).is_dir():
+        model = str(Path(model).resolve())
+    story = _tiny(key) if model is None else _chat(key, model, kind)
+    out = out or Path("prefed-demo" if model is None else f"prefed-demo-{Path(model).name}")
+    out.mkdir(parents=True, exist_ok=True)
+    synthetic.write(out, story.records)
+    console.print(
+        f"{len(story.tastes)} clients, {story.pairs} preference pairs each, in {out}; what they like:"
+    )
+    for client, taste in story.tastes.items():
+        console.print(f"  {client}: {taste}")
+    if model is None and not (out / "model").exists():
         _make_model(out / "model", key, console)
     file = out / f"{method}.toml"
     workers = min(2, os.cpu_count() or 1)
     if not file.exists():
-        files.write(file, EXPERIMENT.format(file=file, method=method, workers=workers).encode())
+        text = EXPERIMENT.format(file=file, method=method, workers=workers, **story.settings)
+        files.write(file, text.encode())
+    experiment = Experiment.load(file, [])
+    if model not in (None, experiment.model.name):
+        raise UsageError(f"{file} is about another model, {experiment.model.name}: give another --out")
     path = _free_path(out / f"run-{method}")
-    result = run(Experiment.load(file, []), path, callbacks=terminal(console))
-    print_result(result.summary, console, {"oracle": _oracle(records)})
-    console.print("oracle: the accuracy with each client's taste known; labels are noisy")
-    page = result.path / "report.html"
-    write_page(read_run(result.path), page)
+    result = run(experiment, path, callbacks=terminal(console))
+    print_result(result.summary, console, story.more)
+    if story.more:
+        console.print("oracle: the accuracy with each client's taste known; labels are noisy")
+    record, page = read_run(result.path), result.path / "report.html"
+    for part in answers(record)[:1]:
+        for prompt, texts, _ in part.rows:
+            print_responses(prompt, dict(zip(part.heads, texts, strict=True)), console)
+    write_page(record, page)
     console.print(f"report: {page}\nadapter: {result.adapter or 'none: see `prefed export`'}")
     console.print(f"experiment: {file}; change a line, e.g. the method, and `prefed run {file}`")
     if console.quiet:
         typer.echo(f"{result_line(result.summary)} → {page}")
+
+
+def _tiny(key: Key) -> _Story:
+    """Advice from a small grammar, for the model that is made here."""
+    from prefed.data import synthetic
+
+    records = synthetic.generate(key, clients=CLIENTS, train=TRAIN, test=TEST)
+    tastes = {client: taste.describe() for client, taste in synthetic.tastes(key, CLIENTS).items()}
+    return _Story(tastes, records, TRAIN, TINY, {"oracle": _oracle(records)})
+
+
+def _chat(key: Key, model: str, kind: MethodKind) -> _Story:
+    """Advice in four ways of speaking, for a model that has learned to chat."""
+    from prefed.data import advice
+
+    def quoted(value: str | Sequence[str]) -> str:
+        # JSON's texts and lists are TOML's too.
+        return json.dumps(value, ensure_ascii=False)
+
+    report = f"\n[report]\nprompts = {quoted(advice.PROMPTS)}\n"
+    tastes = {client: style.describe() for client, style in advice.STYLES.items()}
+    records = advice.generate(key, train=CHAT_TRAIN, test=CHAT_TEST)
+    settings = {**CHAT, "model": quoted(model), "report": report}
+    if "objective" in kind.Settings.model_fields:
+        settings["training"] = f"{OBJECTIVE}\n{settings['training']}"
+    return _Story(tastes, records, CHAT_TRAIN, settings)
 
 
 def _make_model(folder: Path, key: Key, console: Console) -> None:

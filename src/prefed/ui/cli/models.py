@@ -30,7 +30,12 @@ from prefed.ui.cli.errors import UsageError
 from prefed.ui.cli.output import print_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from prefed.runs.export import Export
+
+NARROW = 36
+"""A column of responses is at least so wide, where there are more than two."""
 
 
 def export(
@@ -278,13 +283,16 @@ def generate(
             )
             responses.append({"prompt": text, "sample": number, "base": first, "aligned": second})
             if not as_json:
-                print_responses(text if number == 0 else "", first, second, heading)
+                print_responses(text if number == 0 else "", {"base": first, heading: second})
     if as_json:
         print_json(responses)
 
 
-def print_responses(prompt: str, base: str, aligned: str, heading: str) -> None:
-    """Print two responses side by side below their prompt, if that is not empty."""
+def print_responses(prompt: str, responses: Mapping[str, str], console: Console | None = None) -> None:
+    """Print responses by heading below their prompt, if that is not empty.
+
+    More than two are printed in rows on a terminal that is too narrow for so many columns.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -292,11 +300,19 @@ def print_responses(prompt: str, base: str, aligned: str, heading: str) -> None:
     from prefed.core.text import printable_lines
     from prefed.trackers.terminal import stdout_console
 
-    console = stdout_console()
+    console = console or stdout_console()
     if prompt:
         console.print(Text(printable_lines(prompt.strip()), style="bold"))
-    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
-    for head in ("base", heading):
-        table.add_column(Text(head), ratio=1, overflow="fold")
-    table.add_row(*(Text(printable_lines(text.strip())) for text in (base, aligned)))
+    texts = {head: Text(printable_lines(text.strip())) for head, text in responses.items()}
+    if len(texts) > 2 and console.width < NARROW * len(texts):
+        table = Table.grid(padding=(0, 2, 1, 0), expand=True)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(ratio=1, overflow="fold")
+        for head, text in texts.items():
+            table.add_row(Text(head), text)
+    else:
+        table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
+        for head in texts:
+            table.add_column(Text(head), ratio=1, overflow="fold")
+        table.add_row(*texts.values())
     console.print(table)

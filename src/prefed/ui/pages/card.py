@@ -6,6 +6,7 @@ It contains no client's name, no path and no text of a pair.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from prefed.core.strict_settings import flatten
-from prefed.core.text import pluralize, printable, size
+from prefed.core.text import pluralize, printable, printable_lines, size
 from prefed.methods import METHODS
 from prefed.runs.align import stored_settings
 from prefed.runs.export import Export
@@ -185,6 +186,7 @@ def model_card(
         if export.client
         else "mean over clients",
         note=aligned.note if aligned else _note(run, export),
+        answers=[] if aligned else _answers(run, export),
         cost=_cost(run),
         noise=privacy_line(run.summary["privacy"]) if "privacy" in run.summary else "",
         licence=f"{printable(licence)}{whose}."
@@ -296,6 +298,28 @@ def _of(run: RunRecord, export: Export) -> list[Figure]:
         for name in names
         if name in figures and (export.client is None or export.client in figures[name].values["per_client"])
     ]
+
+
+def _answers(run: RunRecord, export: Export) -> list[tuple[str, str, str]]:
+    """Each prompt of ``[report]`` with what the untouched model and the exported one write; empty without."""
+
+    def texts(*model: str | int | None) -> dict[str, str]:
+        rows = (row for row in run.answers if (row.model, row.client, row.round) == model)
+        return {row.prompt: _quoted(row.text) for row in rows}
+
+    before = texts("untouched", None, 0)
+    after = texts("own" if export.client else "shared", export.client, run.summary["rounds"])
+    return [(_quoted(prompt), before[prompt], text) for prompt, text in after.items()]
+
+
+def _quoted(text: str) -> str:
+    r"""A text as it may stand between two lines of backquotes.
+
+    >>> _quoted("a `<img>`\nand more ")
+    "a '<img>'\nand more"
+    """
+    lines = printable_lines(text.strip()).replace("`", "'").splitlines()
+    return "\n".join(textwrap.fill(line, 100) for line in lines)
 
 
 def _shares(figure: Figure, export: Export) -> tuple[Mapping[str, float], float]:

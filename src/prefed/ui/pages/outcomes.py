@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefed.runs.record import Example, Outcome
+from prefed.core.text import pluralize
+from prefed.runs.record import Example, Outcome, RunRecord
 from prefed.ui.pages.chart import Axis, Bars, Chart, Line, Panel, percent
 from prefed.ui.pages.tables import Facts, Table, cell, terminal
 
@@ -49,14 +50,14 @@ class Examples:
     """Responses side by side.
 
     Attributes:
-        heads: headings of the two columns of responses.
-        rows: prompt, both responses, outcome.
+        heads: headings of the columns of responses.
+        rows: prompt, responses, outcome (may be empty).
     """
 
     title: str
     note: str
-    heads: tuple[str, str]
-    rows: Sequence[tuple[str, str, str, str]]
+    heads: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str], str]]
 
 
 def judged_table(judged: Sequence[Mapping[str, Any]], runs: Sequence[str] = ()) -> Table | None:
@@ -184,8 +185,40 @@ def alignment_examples(alignment: Outcome) -> list[Examples]:
     return [Examples("Labels from the selectors", note, heads, _rows(alignment.examples))]
 
 
-def _rows(examples: Sequence[Example]) -> list[tuple[str, str, str, str]]:
-    return [(_short(each.prompt), _short(each.first), _short(each.second), each.outcome) for each in examples]
+def answers(run: RunRecord) -> list[Examples]:
+    """What the run's models write: all of them after the last round, then each of them round by round."""
+    texts = {((row.model, row.client), row.round, row.prompt): _short(row.text) for row in run.answers}
+    prompts = dict.fromkeys(prompt for _, _, prompt in texts)
+    last = max((number for _, number, _ in texts), default=0)
+    models = {model: answering(*model) for model, number, _ in texts if number == last}
+    untouched: dict[str, Any] = {"untouched model": (("untouched", None), 0)}
+
+    def beside(title: str, note: str, columns: Mapping[str, Any]) -> Examples:
+        rows = [(prompt, [texts[*column, prompt] for column in columns.values()], "") for prompt in prompts]
+        return Examples(title, note, tuple(columns), rows)
+
+    if not last:
+        return [beside("", "", untouched)] if texts else []
+    note = f"After {pluralize(last, 'round', 'rounds')}. Each token is the most likely one."
+    parts = [beside("", note, untouched | {name: (model, last) for model, name in models.items()})]
+    for model, name in models.items():
+        rounds = sorted({number for own, number, _ in texts if own == model})
+        course = {f"round {number}": (model, number) for number in rounds}
+        parts.append(beside(f"Round by round: {name}", "", untouched | course))
+    return parts
+
+
+def answering(model: str, client: str | None) -> str:
+    """Whose answer a column has.
+
+    >>> answering("own", "ada"), answering("shared", None)
+    ("ada's own model", 'shared model')
+    """
+    return f"{client}'s own model" if client is not None else f"{model} model"
+
+
+def _rows(examples: Sequence[Example]) -> list[tuple[str, Sequence[str], str]]:
+    return [(_short(e.prompt), (_short(e.first), _short(e.second)), e.outcome) for e in examples]
 
 
 def _short(text: str) -> str:

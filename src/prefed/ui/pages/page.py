@@ -32,6 +32,7 @@ TENTHS = 20
 SECTIONS = {
     "rounds": "Metrics over rounds",
     "clients": "Clients",
+    "answers": "What the models write",
     "selectors": "Selectors",
     "tastes": "Latent tastes",
     "alignment": "Alignment with the selectors",
@@ -66,11 +67,11 @@ class Unfinished:
 def write_page(run: RunRecord, path: Path, unfinished: Unfinished | None = None) -> None:
     """Write the page of a run to ``path`` atomically.
 
-    Only the owner can read a page that quotes judged responses or shows latent tastes.
+    Only the owner can read a page that quotes responses or shows latent tastes.
     """
     judged = judged_of(run.path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode = 0o600 if run.tastes or any(each.examples for each in judged) else 0o666
+    mode = 0o600 if run.tastes or run.answers or any(each.examples for each in judged) else 0o666
     files.write(path, _render(run, judged, unfinished).encode(), mode=mode)
 
 
@@ -100,6 +101,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
     evaluated = pluralize(run.evaluated, "client", "clients")
     # Optional parts, by section.
     parts: dict[str, Any] = {
+        "answers": outcomes.answers(run),
         "agreement": selector_agreement.agreement_table(run.agreements, f"{run.split} pairs"),
         "clusters": selector_agreement.clusters_table(run),
         "tastes": tastes.section(run.tastes) if run.tastes else None,
