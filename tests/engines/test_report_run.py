@@ -152,7 +152,8 @@ def test_a_method_without_personal_models_has_the_shared_answers_alone(place, tm
         ({"clients": ["lefd"]}, "[report] clients: no client is called 'lefd'; did you mean 'left'?"),
         (
             {"prompts": ["x" * 70]},
-            f"[report] prompts: '{'x' * 40}': the prompt has 70 tokens but the model's context is 64; shorten it",
+            "[report] prompts: 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx': "
+            "the prompt has 70 tokens but the model's context is 64; shorten it",
         ),
     ],
 )
