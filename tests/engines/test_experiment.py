@@ -237,7 +237,7 @@ def test_what_no_adapter_can_hold_is_said(place, tmp_path):
 
 def test_other_data_or_settings_are_not_resumed(place, tmp_path):
     run(experiment(place, rounds=1), tmp_path / "run")
-    with pytest.raises(StoreError, match="not empty"):
+    with pytest.raises(StoreError, match="already contains a run: resume it"):
         run(experiment(place), tmp_path / "run")
     with pytest.raises(ConfigError, match="seed: 3 → 4"):
         run(experiment(place, seed=4), tmp_path / "run", resume=True)

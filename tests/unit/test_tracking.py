@@ -160,7 +160,8 @@ def test_a_damaged_note_is_a_warning_and_other_tools_keep_theirs(tmp_path, fake)
     warnings = []
     tracking(tmp_path, fake, warnings).on_round_end(record(1))
     assert len(warnings) == 1
-    assert "[track] cannot read " in warnings[0]
+    assert warnings[0].startswith(f"[track] cannot read {tmp_path / STATE} (")
+    assert warnings[0].endswith("): trackers will log a new run")
     assert fake.rounds == [1]
     other = {"known": "x", "told": 7, "finished": 0}
     (tmp_path / STATE).write_text(json.dumps({"other": other}))
