@@ -2,6 +2,7 @@
 
     python experiments/personas/opposed.py              # from the files that prepare.py wrote
     python experiments/personas/opposed.py TRAIN TEST --out FOLDER
+    python experiments/personas/opposed.py --chat       # prompts as chat messages
 
 For each persona P of the files, client ``P`` holds pairs of it as they are, and client ``not-P`` the same
 pairs with chosen and rejected swapped. Both train on the same few pairs, choose learning rates on others of
@@ -33,6 +34,17 @@ def by_persona(path: Path) -> dict[str, list[dict[str, Any]]]:
     return rows_of
 
 
+def as_chat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose prompt is the user's message, for a chat template."""
+    question = row["prompt"].removeprefix("\n\nHuman: ").removesuffix("\n\nAssistant:")
+    return {
+        **row,
+        "prompt": [{"role": "user", "content": question}],
+        "chosen": row["chosen"].strip(),
+        "rejected": row["rejected"].strip(),
+    }
+
+
 def both(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the persona's client, and those of its reverse."""
     pairs = [{key: row[key] for key in ("prompt", "chosen", "rejected", "persona")} for row in rows]
@@ -57,6 +69,7 @@ def main() -> None:
         "--test-pairs", type=int, default=50, help="test pairs of a client (default 50, 0: all)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draw of pairs")
+    parser.add_argument("--chat", action="store_true", help="prompts as chat messages")
     args = parser.parse_args()
     for path in (args.train, args.test):
         if not path.exists():
@@ -72,6 +85,8 @@ def main() -> None:
     for _, rows in sorted(by_persona(args.test).items()):
         roles["test"] += both(rows[: args.test_pairs or None])
     for role, rows in roles.items():
+        if args.chat:
+            rows = [as_chat(row) for row in rows]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         path = args.out / f"opposed.{role}.jsonl.gz"
         files.write(path, gzip.compress(text.encode(), mtime=0))

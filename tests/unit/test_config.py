@@ -1,6 +1,7 @@
 """The experiment file: what it accepts, what it says of what it does not."""
 
 import inspect
+import json
 import re
 import tomllib
 from contextlib import suppress
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, ReportConfig, to_toml
-from prefed.config.new_file import starting_file
+from prefed.config.new_file import learning_rates, model_width, starting_file
 from prefed.engines import job
 from prefed.engines.job import JobError
 from prefed.methods import METHODS
@@ -235,6 +236,39 @@ def test_a_starting_file_has_as_many_rounds_as_the_method_needs(method):
     needed = Experiment.model_fields["rounds"].default if METHODS[method].rounds is None else 60
     assert rounds >= needed
     assert (rounds == Experiment.model_fields["rounds"].default) == (method not in ("fedvpl", "fedvpa"))
+
+
+@pytest.mark.parametrize(
+    ("config", "width", "rate"),
+    [
+        ({"hidden_size": 576}, 576, 1e-3),  # 0.6 / 576 = 1.04e-3
+        ({"n_embd": 256}, 256, 2e-3),  # 0.6 / 256 = 2.34e-3
+        ({"text_config": {"hidden_size": 4096}}, 4096, 1e-4),  # 0.6 / 4096 = 1.46e-4
+    ],
+)
+def test_a_starting_file_has_rates_for_the_models_width(config, width, rate, tmp_path):
+    """lr = 0.6 / hidden size to one digit, for every Adam method that trains a policy, and no other."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_width(str(tmp_path)) == width
+    for kind in METHODS.values():
+        default = kind.Settings()
+        rates = learning_rates(kind, width)
+        settings = Experiment.parse(starting_file(kind.name, str(tmp_path), rates)).method.settings
+        if kind.reads == "choice" or default.optimizer == "sgd":
+            assert rates == {}
+            assert settings.lr == default.lr
+        else:
+            assert settings.lr == rate
+            assert getattr(settings, "personal_lr", None) in (rate, None)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": "wide"}', '{"hidden_size": 0}', "{}"])
+def test_a_model_whose_width_is_not_known_leaves_the_default_rates(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    assert model_width(str(tmp_path)) is None
+    assert model_width(str(tmp_path / "nowhere")) is None
+    assert model_width("no-such/model") is None
+    assert model_width("//") is None
 
 
 def test_a_starting_file_has_the_alignments_keys_behind_comments():

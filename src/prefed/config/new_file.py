@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -21,6 +22,8 @@ from prefed.methods import METHODS, MethodKind
 WIDTH = 100
 MODEL = "distilbert/distilgpt2"
 """Default model: a small one on the hub."""
+WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
+"""Names of the hidden size in the configurations of models."""
 EXAMPLES: dict[tuple[str, ...], Any] = {
     ("data", "train"): "train.jsonl",
     ("data", "partition"): {"by": "column", "column": "client"},
@@ -44,7 +47,7 @@ name = {model}
 
 [method]
 name = "{method}"
-lr = {lr}
+{rates}
 {length}"""
 COLUMNS = ("prompt", "chosen", "rejected", "client")
 PAIRS = 100
@@ -62,7 +65,46 @@ SET = {("seed",), ("rounds",), ("method", "lr"), ("method", "batch_size")}
 """Keys whose default is written uncommented."""
 
 
-def starting_file(method: str, model: str = MODEL) -> str:
+def model_width(model: str) -> int | None:
+    """The hidden size in the ``config.json`` of a model; ``None`` where none is on this machine.
+
+    Args:
+        model: a folder, or a hub name (looked up in the local cache only).
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    file: Any = Path(model) / "config.json"
+    try:
+        if not Path(model).is_dir():
+            file = try_to_load_from_cache(model, "config.json")
+        config = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError, TypeError, HFValidationError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    inner = config.get("text_config")
+    found = [table.get(key) for table in (config, inner) if isinstance(table, dict) for key in WIDTH_KEYS]
+    return next((width for width in found if isinstance(width, int) and width > 0), None)
+
+
+def learning_rates(kind: MethodKind, width: int) -> dict[str, float]:
+    """First learning rates to try for a method's Adam steps on LoRA: 0.6 / width, to one digit.
+
+    Methods that take plain gradient steps or train a selector get none: their rates do not follow the width.
+
+    >>> from prefed.methods import METHODS
+    >>> learning_rates(METHODS["fedper"], 576)
+    {'lr': 0.001, 'personal_lr': 0.001}
+    """
+    fields = kind.Settings.model_fields
+    if kind.reads == "choice" or fields["optimizer"].default == "sgd":
+        return {}
+    rate = float(f"{0.6 / width:.0e}")
+    return {name: rate for name in ("lr", "personal_lr") if name in fields and fields[name].default}
+
+
+def starting_file(method: str, model: str = MODEL, rates: Mapping[str, float] | None = None) -> str:
     """A commented experiment file for ``method``: every key with its default and description.
 
     Keys with a default are commented out, because some exclude each other.
@@ -70,6 +112,7 @@ def starting_file(method: str, model: str = MODEL) -> str:
     Args:
         method: the method's name.
         model: a folder or a hub name.
+        rates: learning rates of ``[method]`` in place of the defaults.
 
     Raises:
         KeyError: unknown method.
@@ -81,19 +124,26 @@ def starting_file(method: str, model: str = MODEL) -> str:
     )
     lines = [*_comment(head), "", *_table(Experiment, (), kind)]
     lines[lines.index(f"name = {_value(MODEL)}")] = f"name = {_value(model)}"
+    table = lines.index("[method]")
+    for name, rate in (rates or {}).items():
+        default = _assignment(name, kind.Settings.model_fields[name], ("method", name))
+        lines[lines.index(default, table)] = f"{name} = {_value(rate)}"
     return "\n".join(lines) + "\n"
 
 
-def example_file(method: str, pairs: str, model: str = MODEL) -> str:
+def example_file(
+    method: str, pairs: str, model: str = MODEL, rates: Mapping[str, float] | None = None
+) -> str:
     """A short experiment file for ``method``.
 
     Args:
         method: the method's name.
         pairs: name of a file with :func:`example_pairs`.
         model: a folder or a hub name.
+        rates: learning rates of ``[method]`` in place of the default of ``lr``.
     """
     kind = METHODS[method]
-    rate = kind.Settings.model_fields["lr"].default
+    rates = rates or {"lr": kind.Settings.model_fields["lr"].default}
     # A method with its own number of rounds keeps its own number of local steps too.
     rounds, length = (10, "local_epochs = 1\n") if kind.rounds is None else (kind.rounds, "")
     return EXAMPLE.format(
@@ -101,7 +151,7 @@ def example_file(method: str, pairs: str, model: str = MODEL) -> str:
         pairs=_value(pairs),
         model=_value(model),
         method=method,
-        lr=_value(rate),
+        rates="\n".join(f"{name} = {_value(rate)}" for name, rate in rates.items()),
         length=length,
     )
 

@@ -27,18 +27,27 @@ def init(
 ) -> None:
     """Write a commented experiment file for a method, or a small example."""
     from prefed.config import method_kind
-    from prefed.config.new_file import MODEL, example_file, example_pairs, starting_file
+    from prefed.config.new_file import (
+        MODEL,
+        example_file,
+        example_pairs,
+        learning_rates,
+        model_width,
+        starting_file,
+    )
     from prefed.core import files
 
     with usage():
-        method_kind(method)
+        kind = method_kind(method)
     path = out or Path(f"{method}.toml")
     pairs = path.with_name("pairs.jsonl")
+    width = model_width(model) if model else None
+    rates = learning_rates(kind, width) if width else {}
     model = model or MODEL
     if example:
-        texts = {pairs: example_pairs(), path: example_file(method, pairs.name, model)}
+        texts = {pairs: example_pairs(), path: example_file(method, pairs.name, model, rates)}
     else:
-        texts = {path: starting_file(method, model)}
+        texts = {path: starting_file(method, model, rates)}
     for file in texts:
         if file.is_dir():
             raise ValueError(f"{file} is a folder; choose another --out")
@@ -50,6 +59,8 @@ def init(
     for file, text in texts.items():
         files.write(file, text.encode())
     name = shlex.quote(str(path))
+    if rates:
+        typer.echo(f"lr = {rates['lr']:g} for a hidden size of {width}; `prefed sweep` compares rates")
     if example:
         typer.echo(f"wrote {pairs} and {path}; next: `prefed data {name}`, then `prefed run {name}`")
     else:
