@@ -69,21 +69,25 @@ def main() -> None:
         "--test-pairs", type=int, default=50, help="test pairs of a client (default 50, 0: all)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draw of pairs")
+    parser.add_argument("--persona", action="append", help="repeatable (default: every persona of the files)")
     parser.add_argument("--chat", action="store_true", help="prompts as chat messages")
     args = parser.parse_args()
     for path in (args.train, args.test):
         if not path.exists():
             parser.error(f"{path}: no such file; prepare.py writes it")
     roles: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}
-    for persona, rows in sorted(by_persona(args.train).items()):
+    train, test = by_persona(args.train), by_persona(args.test)
+    for persona in args.persona or sorted(train):
+        if persona not in train or persona not in test:
+            parser.error(f"no persona is called {persona!r} (personas: {', '.join(sorted(train))})")
+        rows = train[persona]
         wanted = args.pairs + args.validation
         if len(rows) < wanted:
             parser.error(f"{args.train}: {persona} has {len(rows)} pairs, and {wanted} are asked for")
         drawn = random.Random(f"{args.seed}/{persona}").sample(rows, wanted)
         roles["train"] += both(drawn[: args.pairs])
         roles["validation"] += both(drawn[args.pairs :])
-    for _, rows in sorted(by_persona(args.test).items()):
-        roles["test"] += both(rows[: args.test_pairs or None])
+        roles["test"] += both(test[persona][: args.test_pairs or None])
     for role, rows in roles.items():
         if args.chat:
             rows = [as_chat(row) for row in rows]

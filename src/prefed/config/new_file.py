@@ -171,7 +171,7 @@ def describe(record: type[BaseModel], name: str) -> str:
 
     >>> from prefed.data import DataConfig
     >>> describe(DataConfig, "flip")
-    'clients whose chosen and rejected are swapped'
+    'clients with chosen and rejected swapped'
     """
     text = record.model_fields[name].description
     if text is None:
