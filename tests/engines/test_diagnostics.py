@@ -1,6 +1,5 @@
 """Diagnostics of a run on quadratics, whose gradients are known."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,15 +10,12 @@ from engines.test_neighbours import job, nodes, run
 from prefed.core import Objective, Owner, Privacy, Tensors
 from prefed.engines.diagnostics import Diagnostics
 from prefed.store import RunReader
+from toy import records
 
 
 def diagnosed(graph, pairs, *, every=2, uniform=False, batch=2, method="feddpo"):
     how = Diagnostics(every, pairs, Objective("dpo"), batch, uniform)
     return replace(job(graph, method, rounds=2), diagnostics=how)
-
-
-def records(path):
-    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 
 def slopes(whole, model):
