@@ -109,9 +109,9 @@ def test_no_library_asks_a_hub_that_does_not_answer(monkeypatch):
         with pytest.raises(ModelError) as caught:
             load_pretrained(loader, "m", "nobody/nothing", what)
         assert str(caught.value) == (
-            "m = 'nobody/nothing': the Hugging Face hub is not reachable (or HF_HUB_OFFLINE is set), its local "
-            f"cache has no {what} with this name, and there is no such folder; give one with config.json, weights "
-            "and tokenizer, or run once with network access"
+            "m = 'nobody/nothing': the Hugging Face hub is not reachable (or HF_HUB_OFFLINE is set), its "
+            f"local cache has no {what} with this name, and there is no such folder; give one with "
+            "config.json, weights and tokenizer, or run once with network access"
         )
     assert requests == []
     assert constants.HF_HUB_OFFLINE is False
