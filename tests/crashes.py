@@ -31,3 +31,11 @@ class Failing:
             return real(*arguments, **named)
 
         return call
+
+
+def content(path):
+    return {
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file() and file.name != "LOCK"
+    }

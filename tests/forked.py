@@ -11,7 +11,6 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from typer.testing import CliRunner
 
 from prefed.engines.backends import processes
 from prefed.ui.cli import app
@@ -82,10 +81,3 @@ class Command:
         """The exit code and what was written to standard error."""
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status), self.errors.read_text()
-
-
-async def sweep_command(run, *words):
-    """In the place of :func:`prefed.runs.sweep_child._command`: the command in this process."""
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == 0, result.output
-    return result.stdout.encode()

@@ -1,6 +1,5 @@
 """Peers as forked processes on the loopback."""
 
-import json
 import os
 import signal
 import socket
@@ -135,10 +134,6 @@ def models(out, count=3):
         groups = [*reader.server().tensors.values(), *(private.tensors.values() if private else ())]
         found.append(torch.cat([group.flat for group in groups]))
     return found
-
-
-def records(path):
-    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 
 def meet(out, places):

@@ -364,6 +364,16 @@ class InterruptAt(Callback):
             raise KeyboardInterrupt
 
 
+class Warned(Callback):
+    """Keeps warnings."""
+
+    def __init__(self):
+        self.texts = []
+
+    def on_warning(self, text):
+        self.texts.append(text)
+
+
 def run(
     path: Path, *, resume: bool = False, backend: Any = InProcess, callback: Any = None, **changes: Any
 ) -> State:
@@ -418,3 +428,13 @@ def outcome(path: Path) -> dict[str, Any]:
         else:
             content[name] = file.read_bytes()
     return content
+
+
+def left(path: Path) -> dict[str, Any]:
+    """The same without what is only kept for speed."""
+    return {name: value for name, value in outcome(path).items() if not name.startswith("cache/")}
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The log of a run's rounds."""
+    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]

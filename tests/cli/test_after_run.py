@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from commands import prefed_
 from finished import logprobs, small_experiment, small_place
 from prefed import Experiment
 from prefed import run as run_experiment
@@ -43,12 +44,6 @@ def opened(place):
 def terminal(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.chdir(tmp_path)
-
-
-def prefed_(*words, code=0):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.stdout if code == 0 else result.stderr
 
 
 def summary(path):

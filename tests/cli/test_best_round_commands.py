@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 from tests.cli.test_push import hub as hub
-from typer.testing import CliRunner
 
+from commands import prefed_
 from finished import small_experiment, small_place
 from prefed import Experiment, run
 from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
-from prefed.ui.cli import app
 from prefed.ui.pages.terminal import best_line
 
 STOP = {"delta": 1.0, "patience": 2}
@@ -34,12 +33,6 @@ def place(tmp_path_factory):
     model = {"name": str(folder / "model"), "lora": {"rank": 2}, "checkpointing": True}
     run(experiment(folder, 1, model=model), folder / "short")
     return folder
-
-
-def prefed_(*words, code=0):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.stdout if code == 0 else result.stderr
 
 
 def summary(path):

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
+from commands import prefed_
 from finished import logprobs, small_experiment, small_place, write_run
 from forked import Command
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.models.adapters import atomic_folder
 from prefed.runs.loaded_run import load_run
-from prefed.ui.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +33,6 @@ def place(tmp_path_factory):
         tree["method"]["name"] = method
         run_experiment(Experiment.model_validate(tree), folder / method)
     return folder
-
-
-def prefed_(*words, code=0):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.stdout if code == 0 else result.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from commands import prefed_
 from endpoint import answer, failure, serving
 from prefed import Experiment
 from prefed import run as run_experiment
@@ -25,7 +25,6 @@ from prefed.runs import responses
 from prefed.runs.judge import SAME, Comparison, summarize
 from prefed.runs.loaded_run import load_run
 from prefed.train.metrics.winrate import NothingJudgedError
-from prefed.ui.cli import app
 
 pytest.importorskip("openai")
 
@@ -90,12 +89,6 @@ def environment(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setattr(endpoint, "RETRIES", 0)
-
-
-def prefed_(*words, code=0):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.stdout if code == 0 else result.stderr
 
 
 def judge(run, place, *more, code=0, tokens=8):

@@ -155,7 +155,7 @@ def test_agreement_is_on_the_first_generations_held_out_pairs(place, selectors, 
     first = Generation(1)
     held, drawn = held_out_prompts(alignment), first.tastes(alignment)
     own = [row for row in rows(alignment.folder, first.file("labels.jsonl")) if row["index"] in held]
-    z = torch.stack([drawn[row["index"]].z for row in own])
+    z = torch.stack([drawn[row["index"]] for row in own])
     trainer, _ = label_trainer(alignment, own, "test", z)
     for number in (1, 2):
         tensors, _, _ = read_state(alignment.folder / f"generations/{number}/train.state", "")

@@ -10,22 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 import toy
-from prefed.core import Callback
 from prefed.engines import BACKENDS, InProcess, Job, JobFactory, RoundError, WorkerProcesses
 from prefed.engines.backend import BackendSettings
 from prefed.engines.validation import read_figures
 from prefed.runs import run as runs
 from prefed.store import RunReader
+from toy import Warned
 
 BAD = "Client 2/ü"
-
-
-class Warnings(Callback):
-    def __init__(self):
-        self.warnings = []
-
-    def on_warning(self, text):
-        self.warnings.append(text)
 
 
 def altered(change, what="evaluate"):
@@ -42,9 +34,9 @@ def altered(change, what="evaluate"):
 
 def play(path, backend, **options):
     """Run the toy: its records and its warnings."""
-    listener = Warnings()
+    listener = Warned()
     toy.run(path, backend=backend, callback=listener, **{"rounds": 2, "cohort": 6, **options})
-    return RunReader(path).rounds(), listener.warnings
+    return RunReader(path).rounds(), listener.texts
 
 
 def fixed(**changes):
@@ -115,7 +107,7 @@ def test_a_newcomers_answer_may_be_missing(tmp_path):
     newcomers = ("Client 0/ü", BAD)
     job: Job = replace(toy.build(toy.text(rounds=1)), unseen=newcomers, unseen_steps=(0, 2))
     for silent in (newcomers[:1], newcomers):
-        listener, path = Warnings(), tmp_path / str(len(silent))
+        listener, path = Warned(), tmp_path / str(len(silent))
         answers = altered(lambda result, silent=silent: [result] if result.client not in silent else [])
         toy.run_job(path, job, answers, listener)
         evaluation = RunReader(path).rounds()[0]["evaluation"]
@@ -124,7 +116,7 @@ def test_a_newcomers_answer_may_be_missing(tmp_path):
         assert {n: list(figure["per_client"]) for n, figure in steps.items()} == (
             {"0": [BAD], "2": [BAD]} if len(silent) == 1 else {}
         )
-        assert ("no newcomer has valid metrics; unseen_accuracy is missing" in listener.warnings[-1]) == (
+        assert ("no newcomer has valid metrics; unseen_accuracy is missing" in listener.texts[-1]) == (
             len(silent) == 2
         )
 

@@ -11,7 +11,7 @@ import pytest
 import toy
 from prefed import Experiment, run
 from prefed.config import ConfigError
-from prefed.core import Callback, Key
+from prefed.core import Key
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
 from prefed.runs.build import build_data, build_job
@@ -24,6 +24,7 @@ from prefed.train.metrics import client_metrics
 from prefed.train.pair_cache import PairScoreCache
 from prefed.train.pair_model import ReferenceLogprobs
 from prefed.ui.pages.page import render
+from toy import Warned, left
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +72,6 @@ def experiment(place, method="feddpo", **changes):
 def whole(place, tmp_path_factory):
     """A run that nothing befell; to be read only."""
     return run(experiment(place), tmp_path_factory.mktemp("whole") / "run")
-
-
-def left(path):
-    """What must not depend on how a run was carried out."""
-    return {name: value for name, value in toy.outcome(path).items() if not name.startswith("cache/")}
 
 
 def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
@@ -222,17 +218,10 @@ def test_a_rule_that_no_cohort_can_serve_is_refused_before_the_first_round(place
 
 def test_what_no_adapter_can_hold_is_said(place, tmp_path):
     """FedEx-LoRA changes base weights: the run ends well, and warns."""
-
-    class Listener(Callback):
-        warnings = ()
-
-        def on_warning(self, text):
-            self.warnings = (*self.warnings, text)
-
-    listener = Listener()
+    listener = Warned()
     result = run(experiment(place, merge={"lora": "fedex"}, rounds=1), tmp_path / "run", callbacks=[listener])
     assert result.adapter is None
-    assert any("no adapter was saved" in text for text in listener.warnings)
+    assert any("no adapter was saved" in text for text in listener.texts)
 
 
 def test_other_data_or_settings_are_not_resumed(place, tmp_path):
@@ -392,25 +381,17 @@ def test_a_start_that_came_to_no_round_is_started_again(place, whole, tmp_path):
     assert sum(sizes["train"] for sizes in result.summary["clients"].values()) == 57
 
 
-class Hears(Callback):
-    def __init__(self):
-        self.messages = []
-
-    def on_warning(self, text):
-        self.messages.append(text)
-
-
 @pytest.mark.parametrize(("method", "warned"), [("scaffold", True), ("feddpo", False)])
 def test_a_loss_that_does_not_move_is_warned_of(place, tmp_path, method, warned):
     """At a rate that AdamW trains at, SCAFFOLD's plain SGD stays at log 2 = 0.6931, where DPO starts. The
     run's page says so too."""
-    hears = Hears()
+    hears = Warned()
     result = run(experiment(place, method), tmp_path / "run", callbacks=[hears])
     page = unescape(render(read_run(result.path)))
     if warned:
-        (warning,) = hears.messages
+        (warning,) = hears.texts
         assert warning.startswith("the training loss hardly moved, from 0.6931 in the first round")
         assert "T" + warning[1:] in page
     else:
-        assert hears.messages == []
+        assert hears.texts == []
         assert "hardly moved" not in page

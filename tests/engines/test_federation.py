@@ -12,7 +12,6 @@ import toy
 from federating import Here, Within, experiment, site_config
 from prefed import Experiment, run
 from prefed.config import ConfigError
-from prefed.core import Callback
 from prefed.core.wire import decode_state, decode_upload, encode
 from prefed.engines.backends.processes import Worker
 from prefed.networks.federation import site as site_module
@@ -24,7 +23,7 @@ from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.loaded_run import load_run
 from prefed.runs.record import RunError
 from prefed.store import RunReader
-from toy import outcome
+from toy import Warned, outcome
 from workers import make_place
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
@@ -206,14 +205,6 @@ def test_two_sites_with_a_client_of_one_name(place, sites, tmp_path):
         federate(experiment(place), tmp_path / "over", Twice(sites), TERMS)
 
 
-class Warnings(Callback):
-    def __init__(self):
-        self.texts = []
-
-    def on_warning(self, text):
-        self.texts.append(text)
-
-
 def run_of(out):
     return json.loads((out / "federation.json").read_text())["run"]
 
@@ -222,7 +213,7 @@ def run_of(out):
 def test_what_sites_were_asked_for_is_the_runs_from_its_first_visit_on(place, sites, tmp_path):
     """The hub dies after one answer of round 1. With other settings nothing goes on there. With its own the
     run goes on under its name, whoever is named now: its clients are those of the sites it began with."""
-    out, asked, heard = tmp_path / "over", experiment(place, rounds=1), Warnings()
+    out, asked, heard = tmp_path / "over", experiment(place, rounds=1), Warned()
     with pytest.raises(KeyboardInterrupt):
         federate(asked, out, Within(sites), TERMS, callbacks=[toy.InterruptAt(1)])
     name = run_of(out)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import toy
 from federating import Here, Within, experiment, site_config
 from prefed import run
-from prefed.core import Callback, Download, Key, files
+from prefed.core import Download, Key, files
 from prefed.core.wire import encode
 from prefed.models.tiny import make_tiny
 from prefed.networks.federation import final_models
@@ -28,6 +28,7 @@ from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.export import write_model
 from prefed.runs.record import RunError
 from prefed.ui.cli import app
+from toy import Warned
 from workers import CLIENTS, make_place
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
@@ -43,16 +44,6 @@ def place(tmp_path_factory):
 
 def configs(place, folder, **changes):
     return {name: site_config(place, folder, data, name=name, **changes) for name, data in DATA.items()}
-
-
-class Warned(Callback):
-    """Keeps warnings."""
-
-    def __init__(self):
-        self.texts = []
-
-    def on_warning(self, text):
-        self.texts.append(text)
 
 
 def over_sites(asked, made, out, transport=Within, **options):

@@ -15,6 +15,7 @@ from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
 from prefed.ui.cli import app
 from preferences import jsonl
+from toy import left
 
 REFUSE = {
     "fedpdpo": "bottleneck, head, reward",
@@ -62,11 +63,6 @@ def experiment(place, method="feddpo", *, merge=None, graph=None, **settings):
     }
     tree |= {"graph": graph} if graph else {}
     return Experiment.model_validate(tree)
-
-
-def left(path):
-    """What must not depend on how a run was carried out."""
-    return {name: value for name, value in toy.outcome(path).items() if not name.startswith("cache/")}
 
 
 @pytest.mark.parametrize("method", ["feddpo", "decdpo"])

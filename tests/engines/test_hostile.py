@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import toy
-from prefed.core import Callback, Download, Layout, State, Tensors
+from prefed.core import Download, Layout, State, Tensors
 from prefed.core.wire import decode_upload, encode
 from prefed.engines import InProcess, Job
 from prefed.engines.tasks import Task, run_task
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunReader
+from toy import Warned
 
 BAD = "Client 2/ü"
 
@@ -38,14 +39,6 @@ def forging(forge, client=BAD, kind=Forging):
     return lambda job, states: kind(job, states, forge, client)
 
 
-class Warnings(Callback):
-    def __init__(self):
-        self.warnings = []
-
-    def on_warning(self, text):
-        self.warnings.append(text)
-
-
 def scaled(factor):
     """A forgery: the upload's tensors made so many times as large."""
 
@@ -66,9 +59,9 @@ def job(name="feddpo", merge=None, clients=5, rounds=2, untrained=(), **settings
 
 def play(path, job, backend=InProcess):
     """Run ``job``: the server's state, the rounds' records, and the warnings."""
-    listener = Warnings()
+    listener = Warned()
     server = toy.run_job(path, job, backend, listener)
-    return server, RunReader(path).rounds(), listener.warnings
+    return server, RunReader(path).rounds(), listener.texts
 
 
 def same(left: State, right: State) -> bool:

@@ -1,6 +1,5 @@
 """Rounds in which uploads are late: drawn delays and buffered servers, on the toy federation."""
 
-import json
 from dataclasses import fields, replace
 
 import pytest
@@ -15,6 +14,7 @@ from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunReader
 from quadratic import QuadraticTrainer
+from toy import records
 
 LATE = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}
 LATE |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis"}
@@ -31,10 +31,6 @@ def job(fleet=None, *, method="fedbn", merge=None, rounds=5, cohort=4, **chosen)
     layout = trainers.initial.layout
     made = kind.build(settings, layout, Aggregator(merge or MergeConfig(), layout, 2.0), rounds)
     return Job(trainers, made, 7, rounds, cohort, fleet=None if fleet is None else FleetConfig(**fleet))
-
-
-def records(path):
-    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 
 def left(path):

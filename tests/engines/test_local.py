@@ -16,6 +16,7 @@ from prefed.engines import Job
 from prefed.engines.tasks import Task, run_task
 from prefed.store import RunReader
 from quadratic import Quadratic, simulate
+from toy import records
 
 
 class Listener(Callback):
@@ -30,10 +31,6 @@ class Listener(Callback):
 
     def on_task_end(self, what, done, of):
         self.steps.append((what, done, of))
-
-
-def records(path):
-    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 
 def test_the_engine_agrees_with_the_plain_one(tmp_path):

@@ -1,6 +1,5 @@
 """Rounds without a server, in this process, on the toy federation."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +18,7 @@ from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, to_neighbours
 from prefed.store import RunReader, RunWriter
 from quadratic import QuadraticTrainer
+from toy import records
 
 AVERAGED = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}
 AVERAGED |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis"}
@@ -59,10 +59,6 @@ def run(path, whole, *, resume=False, callback=None, make=toy.InProcess):
     with RunWriter(path, resume=resume) as writer, make(whole, writer.states) as backend:
         writer.begin(encode(whole.method.init_server(whole.trainers.initial)), whole.trainers.fingerprint)
         return kind(whole, writer, backend, callback or toy.Callback()).run()
-
-
-def records(path):
-    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 
 def nodes(path, whole):

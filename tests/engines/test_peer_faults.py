@@ -21,7 +21,6 @@ from peering import (
     make_place,
     meet,
     peers,
-    records,
     whole,
 )
 from prefed.core import Callback
@@ -35,6 +34,7 @@ from prefed.networks.peers.rounds import PeerRounds
 from prefed.networks.peers.run import peer_folder
 from prefed.store import RunWriter
 from prefed.ui.cli import federation as peer
+from toy import records
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 import toy
-from peering import Fails, experiment, free_port, make_place, meet, models, peers, records, whole
+from peering import Fails, experiment, free_port, make_place, meet, models, peers, whole
 from prefed import run
 from prefed.core import Callback
 from prefed.core.wire import decode_upload, encode
@@ -23,6 +23,7 @@ from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.run import peer_folder
 from prefed.runs.build import build_job
 from prefed.store import RunReader
+from toy import records
 from workers import CLIENTS
 
 

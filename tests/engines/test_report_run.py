@@ -12,7 +12,7 @@ from prefed.config import ConfigError
 from prefed.core import Callback
 from prefed.models import ModelConfig
 from prefed.networks.federation import site as site_module
-from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
 from prefed.networks.peers.rendezvous import Place
 from prefed.networks.peers.run import run_peer
 from prefed.runs.export import Export
@@ -182,6 +182,7 @@ def test_a_federations_hub_has_the_shared_models_answers_alone(tmp_path, monkeyp
     table = {"prompts": PROMPTS[:1], "max_new_tokens": 4}
     named = experiment(place, method="fedper", rounds=2).tables()
     asked = Experiment.model_validate({**named, "report": table})
+    assert PROMPTS[0] not in experiment_for_sites(asked)
     transport = Within(open_sites(place, tmp_path, ("w0", "w1")))
     federate(asked, tmp_path / "run", transport, Terms("wards", tuple(transport.sites)))
     assert [(row["round"], row["model"]) for row in rows(tmp_path / "run")] == [

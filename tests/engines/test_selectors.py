@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from tests.engines.test_hostile import BAD, Warnings, forging, scaled
+from tests.engines.test_hostile import BAD, forging, scaled
 from tests.engines.test_privacy import SMALL, Eavesdropper
 
 import toy
@@ -15,6 +15,7 @@ from prefed.engines import BACKENDS, InProcess, ServerRounds
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
 from prefed.store import RunReader, RunWriter
 from prefed.train.metrics import ChoiceScores, choice_metrics
+from toy import Warned
 
 BISCUIT = {"selectors": 2, "warmup_rounds": 1, "regroup_every": 2, "cluster_mean": "normalised"}
 BISCUIT |= {"lr": 0.3, "local_steps": 8}
@@ -23,9 +24,9 @@ NAMES = [f"Client {number}/ü" for number in range(6)]
 
 
 def play(path, backend=InProcess, resume=False, **changes):
-    listener = Warnings()
+    listener = Warned()
     server = toy.run(path, resume=resume, backend=backend, callback=listener, **{**OPTIONS, **changes})
-    return server, RunReader(path).rounds(), listener.warnings
+    return server, RunReader(path).rounds(), listener.texts
 
 
 def test_the_log_tells_clusters_who_moved_and_each_selectors_loss(tmp_path):
@@ -106,11 +107,11 @@ def test_a_newcomer_takes_the_selector_of_its_least_loss_on_its_training_pairs(t
 def test_newcomers_tell_of_every_selector_and_small_clients_are_in_means_alone(tmp_path):
     """The published selectors on a newcomer's pairs, without a step of its own."""
     job = replace(toy.build(toy.text(**OPTIONS)), unseen=NAMES[4:], unseen_steps=(0, 2))
-    listener, names = Warnings(), ["majority_accuracy", "selector_0_accuracy", "selector_1_accuracy"]
+    listener, names = Warned(), ["majority_accuracy", "selector_0_accuracy", "selector_1_accuracy"]
     with RunWriter(tmp_path) as writer, InProcess(job, writer.states) as backend:
         writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
         server = ServerRounds(job, writer, backend, listener).run()
-    assert listener.warnings == []
+    assert listener.texts == []
     evaluation = RunReader(tmp_path).rounds()[-1]["evaluation"]
     assert list(evaluation["unseen_accuracy"]) == ["0", "2"]
     assert list(evaluation["unseen_selectors"]) == names

@@ -1,6 +1,5 @@
 """Runs that are judged by validation pairs: the best round is kept, and a run may stop before its last."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -16,14 +15,11 @@ from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS
 from prefed.runs.start_or_resume import settings_digest
 from prefed.store import RunReader, RunWriter
+from toy import records
 
 JUDGED = {"rounds": 5, "stop": {"metric": "preference_accuracy"}}
 NEVER = {"rounds": 6, "stop": {"metric": "preference_accuracy", "delta": 1.0, "patience": 2}}
 """No share of pairs is better than another by more than 1, so the first evaluation stays the best."""
-
-
-def records(path):
-    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
 
 
 def states(path, *, best=False):

@@ -7,24 +7,14 @@ from tests.engines.test_taste_run import tasty
 
 from experiment_scripts import rows
 from prefed import Experiment, run
-from prefed.core import Callback
 from prefed.methods import METHODS
 from prefed.methods.base.tastes import posteriors
 from prefed.store import RunReader
 from preferences import jsonl
+from toy import Warned
 
 ROUNDS = 40
 PERSONAS = ("interest-in-sports", "risk-averse")
-
-
-class Warnings(Callback):
-    """What a run warned of."""
-
-    def __init__(self):
-        self.texts = []
-
-    def on_warning(self, text):
-        self.texts.append(text)
 
 
 def opposed(place, folder, **method):
@@ -50,7 +40,7 @@ def test_a_collapse_is_warned_of_once_while_the_run_goes_on(place, tmp_path, met
     """A KL weighed ten thousand times as much leaves every client the same posterior. ``active_units`` of a
     round is counted here from the posteriors that the server keeps: variances over clients above 0.01.
     """
-    heard = Warnings()
+    heard = Warned()
     result = run(opposed(place, tmp_path, **method), tmp_path / "run", callbacks=[heard])
     rounds = RunReader(tmp_path / "run").rounds()
     means = np.stack([p.mean.double().numpy() for p in posteriors(result.server).values()])

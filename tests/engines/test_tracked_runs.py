@@ -21,6 +21,7 @@ from prefed.trackers.logged_metrics import client_table, round_figures, summary_
 from prefed.trackers.tools import TRACKERS
 from prefed.ui.cli import app
 from prefed.ui.pages.page import public_page
+from toy import records
 
 NEEDED = {**{name: [name] for name in TRACKERS}, "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
 INSTALLED = [name for name, packages in NEEDED.items() if all(map(importlib.util.find_spec, packages))]
@@ -58,17 +59,13 @@ def needs(name):
         pytest.skip(f"{name} is not installed: pip install 'prefed[{name}]'")
 
 
-def rounds_of(path):
-    return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-
-
 def summary_of(path):
     return json.loads((path / "summary.json").read_text())
 
 
 def expected(path):
     """Round → its figures; and those of the summary."""
-    return {record["round"]: round_figures(record) for record in rounds_of(path)}, summary_figures(
+    return {record["round"]: round_figures(record) for record in records(path)}, summary_figures(
         summary_of(path)
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crashes import Crash, Failing
+from crashes import Crash, Failing, content
 from prefed.core import State, files
 from prefed.core.wire import encode
 from prefed.store import RunReader, RunWriter, StoreError
@@ -39,14 +39,6 @@ def play(path, rounds=5, resume=False):
                 node_file.put(node, torch.full((2,), 10.0 * number + node))
             told = None if number in (2, 5) else best(number)
             store.finish_round(state(number), {"round": number}, {}, best=told)
-
-
-def content(path):
-    return {
-        file.relative_to(path).as_posix(): file.read_bytes()
-        for file in path.rglob("*")
-        if file.is_file() and file.name != "LOCK"
-    }
 
 
 def values(reader):

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 from typer.testing import CliRunner
 
+from commands import sweep_command
 from experiment_scripts import EXPERIMENTS, rows, script
-from forked import sweep_command
 from prefed import run
 from prefed.config import Experiment
 from prefed.config.table import load_table

@@ -9,7 +9,6 @@ import typer
 from typer.testing import CliRunner
 
 from federating import Within, experiment
-from prefed.core import Callback
 from prefed.networks.federation import federate as hub
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.flare.process import check_port
@@ -17,6 +16,7 @@ from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.unix_socket import pack
 from prefed.ui.cli import app
 from prefed.ui.cli.errors import interruptible
+from toy import Warned
 
 OPTIONS = {
     "--hub": "wards/hub",
@@ -93,14 +93,6 @@ def test_what_a_stopped_command_says_is_kept(tmp_path, monkeypatch, capsys, file
     assert lines[-1].endswith(ends)
 
 
-class Heard(Callback):
-    def __init__(self):
-        self.texts = []
-
-    def on_warning(self, text):
-        self.texts.append(text)
-
-
 class Slow(Within):
     """North is there at once, south at the third look, and west never; each refuses what it is asked."""
 
@@ -120,7 +112,7 @@ def test_the_hub_says_for_whom_it_waits_and_without_whom_it_begins(tmp_path, mon
     monkeypatch.setattr(hub, "QUIET", 0.0)
     monkeypatch.setattr(hub, "PAUSE", 0.01)
     (tmp_path / "run").mkdir()
-    told, heard = [], Heard()
+    told, heard = [], Warned()
     terms = Terms("wards", ("north", "south", "west"), wait=0.3, at_least=2)
     with pytest.raises(FederationError, match="refuses: this is a test"):
         federate(experiment(tmp_path), tmp_path / "run", Slow(), terms, callbacks=[heard], tell=told.append)
@@ -132,7 +124,7 @@ def test_the_hub_says_for_whom_it_waits_and_without_whom_it_begins(tmp_path, mon
 
 def test_who_is_there_at_once_is_not_waited_for(tmp_path):
     """Nothing is said."""
-    told, heard = [], Heard()
+    told, heard = [], Warned()
     with pytest.raises(FederationError, match="refuses: this is a test"):
         federate(
             experiment(tmp_path),

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from commands import sweep_command
 from finished import small_experiment, small_place, write_run
-from forked import sweep_command
 from prefed.config import ConfigError
 from prefed.config.table import parse_grid, parse_seeds
 from prefed.runs import sweep_child

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crashes import Crash, Failing
+from crashes import Crash, Failing, content
 from prefed.core import State, files
 from prefed.core.wire import encode
 from prefed.store import NodeFile, RunReader, RunWriter, StoreError, client_file, writer
@@ -37,14 +37,6 @@ def play(path, rounds, resume=False):
             store.states.accept(["both", "odd", "even"])
             store.finish_round(state(number), {"round": number}, {"bytes_up": 2 * number})
         store.write_summary({"rounds": rounds})
-
-
-def content(path):
-    return {
-        file.relative_to(path).as_posix(): file.read_bytes()
-        for file in path.rglob("*")
-        if file.is_file() and file.name != "LOCK"
-    }
 
 
 def test_only_the_last_versions_stay(tmp_path):

@@ -15,8 +15,8 @@ from textwrap import dedent
 import pytest
 from typer.testing import CliRunner
 
+from commands import sweep_command
 from finished import small_place
-from forked import sweep_command
 from prefed.config import ConfigError, to_toml
 from prefed.runs import sweep_child
 from prefed.runs.sweep import Sweep, check_cells, next_rate, sweep_cells

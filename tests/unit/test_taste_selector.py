@@ -229,7 +229,7 @@ def test_log_variance_has_a_gradient_where_it_starts() -> None:
 
 
 def test_an_empty_context_has_no_posterior() -> None:
-    with pytest.raises(ValueError, match="prior's mean"):
+    with pytest.raises(ValueError, match=r"^a posterior requires at least one context pair$"):
         selector().posterior(weights_of(selector()), draw(0, 0, 4))
 
 
@@ -263,7 +263,7 @@ def test_prototypes_start_orthogonal() -> None:
         gram = rows.double() @ rows.double().T / 25
         torch.testing.assert_close(gram, torch.eye(count).double(), atol=1e-6, rtol=0)
     assert not torch.allclose(orthogonal_rows(Key(0), 2, 32, 5.0), orthogonal_rows(Key(1), 2, 32, 5.0))
-    with pytest.raises(ValueError, match="33 vectors of 32"):
+    with pytest.raises(ValueError, match=r"^33 vectors cannot be orthogonal in 32 dimensions$"):
         orthogonal_rows(Key(0), 33, 32, 5.0)
     with pytest.raises(ValidationError, match="raise latent"):
         VariationalSettings(latent=2, prototypes=3)

@@ -42,14 +42,14 @@ def clients(number):
 def test_rho_of_the_papers_graphs(name, value):
     """[D] table 2 prints 0.87, 0.54, 0.45 and 0.00. On the star two leaves that differ keep their self weight
     4/5, so λ = 0.8: the table's 0.45 comes of no rule."""
-    assert five(name).rho() == pytest.approx(value, abs=1e-4)
+    assert five(name).rho == pytest.approx(value, abs=1e-4)
 
 
 def test_rho_of_the_ring_and_the_path_by_hand():
     """W of the ring is circulant. On the path every row has weights 1/3, so W = I − L/3 and
     λ = 1 − (2 − 2 cos(πk/5))/3."""
-    assert five("ring").rho() == pytest.approx((1 + 2 * np.cos(2 * np.pi / 5)) / 3, abs=1e-12)
-    assert five("path").rho() == pytest.approx(1 - (2 - 2 * np.cos(np.pi / 5)) / 3, abs=1e-12)
+    assert five("ring").rho == pytest.approx((1 + 2 * np.cos(2 * np.pi / 5)) / 3, abs=1e-12)
+    assert five("path").rho == pytest.approx(1 - (2 - 2 * np.cos(np.pi / 5)) / 3, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_rho_of_a_sequence():
     I − L/6 of the triangle, with λ₂ = 1 − 3/6. A single matrix has its own ρ."""
     pairs = [mixing_matrix(Graph.of(3, [pair])) for pair in ((0, 1), (1, 2), (0, 2))]
     assert rho_of_sequence(pairs) == pytest.approx(0.5**0.5)
-    assert rho_of_sequence([five("path").matrix(1)]) == pytest.approx(five("path").rho())
+    assert rho_of_sequence([five("path").matrix(1)]) == pytest.approx(five("path").rho)
     with pytest.raises(ValueError, match="no mixing matrices"):
         rho_of_sequence([])
 
@@ -227,7 +227,7 @@ def test_placements_move_clients_and_keep_rho():
     stars = [Topology(config, FIVE, Key(seed)) for seed in range(40)]
     hubs = {max(range(5), key=lambda node, s=star: len(neighbours(s.matrix(1), node))) for star in stars}
     assert hubs == set(range(5))
-    assert {round(star.rho(), 9) for star in stars} == {0.8}
+    assert {round(star.rho, 9) for star in stars} == {0.8}
 
 
 def test_neighbours_are_in_the_order_of_clients():
@@ -243,7 +243,7 @@ def test_edges_from_a_file(tmp_path):
     path.write_text('# who talks to whom\na b\nb\tc\n"d", c  # twice is once\nc,d\n\ne a\n')
     graph = read_edges(path, FIVE)
     assert graph.edges.tolist() == [[0, 1], [0, 4], [1, 2], [2, 3]]
-    assert five("edges", file=str(path)).rho() == pytest.approx(five("path").rho())
+    assert five("edges", file=str(path)).rho == pytest.approx(five("path").rho)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_a_matrix_from_a_file(tmp_path):
         matrix = read_matrix(tmp_path / name, FIVE)
         assert abs(matrix.sum(axis=1) - 1).max() < 1e-15
         assert matrix.toarray() == pytest.approx(whole.toarray(), abs=1e-6)
-        assert five("matrix", file=str(tmp_path / name)).rho() == pytest.approx(0.8727, abs=1e-4)
+        assert five("matrix", file=str(tmp_path / name)).rho == pytest.approx(0.8727, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_sequence_must_be_connected_in_its_union():
         match=r"^\[graph\] name = 'erdos_renyi': the graph is not connected: it has.*raise \[graph\] probab",
     ):
         Topology(GraphConfig(name="erdos_renyi", probability=0.01), clients(9), Key(0)).check()
-    assert 0 < Topology(GraphConfig(**config), clients(4), Key(0)).rho() < 1
+    assert 0 < Topology(GraphConfig(**config), clients(4), Key(0)).rho < 1
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from prefed.align import completions, labels, policy, start, tastes, training
 from prefed.align.alignment import Alignment
-from prefed.align.policy import Training, read_state, train_epochs
+from prefed.align.policy import read_state
 from prefed.align.stages import (
     Figures,
     Stage,
-    check_outputs,
     check_settings,
     dumps,
     forget,
@@ -33,9 +28,9 @@ from prefed.align.stages import (
     rows_in,
     run_stages,
 )
-from prefed.align.tastes import STATE, Generation, held_out_prompts
+from prefed.align.tastes import STATE, Generation
 from prefed.config.align import AlignConfig
-from prefed.core import Optimizer, Plain, Tensors, files
+from prefed.core import files
 
 POLICY = "policy.safetensors"
 
@@ -45,7 +40,7 @@ def generation_stages(count: int) -> tuple[Stage, ...]:
     stages = [tastes.STAGE]
     for number in range(1, count + 1):
         generation = Generation(number)
-        stages += [completions.stage(generation), labels.stage(generation), _training(generation)]
+        stages += [completions.stage(generation), labels.stage(generation), training.stage(generation)]
     inputs = ("policy", *(stage.name for stage in stages))
     outputs = (POLICY, training.ADAPTER, completions.FILE, labels.FILE)
     return (*stages, Stage("train", inputs, lambda alignment: {"generations": count}, outputs, _keep_best))
@@ -68,68 +63,6 @@ def summarize(figures: Mapping[str, Figures]) -> dict[str, Figures]:
     return single
 
 
-def _training(generation: Generation) -> Stage:
-    name, current = generation.stage("train"), generation.stage("labels")
-    inputs = dict.fromkeys(("policy", generation.stage("completions"), "completions-1", "labels-1", current))
-    outputs = (generation.file(training.CHECKPOINTS), generation.file(STATE))
-    before = () if generation.before is None else (generation.before.stage("train"),)
-    return Stage(name, (*inputs, *before), _train_settings, outputs, partial(_train, generation=generation))
-
-
-def _train_settings(alignment: Alignment) -> dict[str, Any]:
-    shared, steps = training.settings(alignment), alignment.config.regenerate
-    return shared if steps is None else {**shared, "epochs": None, "regenerate": steps}
-
-
-def _train(alignment: Alignment, generation: Generation) -> Figures:
-    config, path = alignment.config, generation.path(alignment, labels.FILE)
-    held, sources = held_out_prompts(alignment), [generation]
-    if generation.before is not None:
-        sources.append(Generation(1))
-    rows, z = [], []
-    for source in sources:
-        drawn = source.tastes(alignment) or {}
-        for row in rows_in(source.path(alignment, labels.FILE)):
-            if source is generation or row["index"] in held:
-                rows.append(row)
-                z.append(drawn[row["index"]].z)
-    trainer, prompts = training.label_trainer(alignment, rows, generation.stage("labels"), torch.stack(z))
-    out = np.isin(prompts, sorted(held))
-    training.check_rows(out, rows, path)
-    checkpoints = generation.path(alignment, training.CHECKPOINTS)
-    checkpoints.mkdir(exist_ok=True)
-
-    def measure(epoch: int, tensors: Tensors) -> Mapping[str, Plain]:
-        file = checkpoints / f"epoch-{epoch}.safetensors"
-        policy.save_policy(tensors, file)
-        return {"digest": files.file_digest(file), **training.agreement(config, trainer, tensors, out)}
-
-    plan = Training(
-        stage=generation.stage("train"),
-        rows=np.flatnonzero(~out),
-        objective=config.goal(),
-        optimizer=Optimizer(config.optimizer, lr=config.lr, clip=config.clip),
-        batch_size=config.batch_size,
-        epochs=config.epochs if config.regenerate is None else 1,
-        steps=config.regenerate,
-        state=generation.path(alignment, STATE),
-        before=None if generation.before is None else generation.before.path(alignment, STATE),
-        remedy="lower align.lr",
-    )
-    key = generation.key(alignment).at("train")
-    _, history = train_epochs(trainer, plan, key, alignment.callback, measure)
-    folder = generation.file(training.CHECKPOINTS)
-    digests = {f"{folder}/epoch-{epoch['epoch']}.safetensors": epoch["digest"] for epoch in history}
-    check_outputs(alignment.folder, _training(generation), digests)
-    return {
-        "pairs": len(plan.rows),
-        "held_out": int(out.sum()),
-        "too_long": len(rows) - len(prompts),
-        "loss": history[-1]["loss"],
-        "agreement": history[-1]["agreement"],
-    }
-
-
 def _keep_best(alignment: Alignment) -> Figures:
     """Select the best epoch, export it with the population's taste, and join the rows of all generations."""
     generations = [Generation(number) for number in range(1, count_of(alignment.config) + 1)]
@@ -139,9 +72,7 @@ def _keep_best(alignment: Alignment) -> Figures:
         _, _, history = read_state(generation.path(alignment, STATE), generation.stage("train"))
         for figures in history:
             del figures["digest"]
-            checkpoints.append(
-                generation.path(alignment, training.CHECKPOINTS) / f"epoch-{figures['epoch']}.safetensors"
-            )
+            checkpoints.append(alignment.folder / training.checkpoint(generation, figures["epoch"]))
             epochs.append({**figures, "epoch": len(checkpoints), "generation": generation.number})
     best, backbone, folder = training.best_epoch(epochs), alignment.policy, alignment.folder
     tensors = policy.read_policy(backbone, checkpoints[best - 1])

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,16 +32,7 @@ class Drawn:
     """
 
     z: torch.Tensor
-    origin: Mapping[str, str | int] = field(default_factory=dict)
-
-    def plain(self) -> dict[str, Any]:
-        """Convert to JSON values."""
-        return {**self.origin, "z": self.z.tolist()}
-
-
-def parse_drawn(row: Mapping[str, Any]) -> Drawn:
-    """Invert :meth:`Drawn.plain`."""
-    return Drawn(torch.tensor(row["z"]), {name: row[name] for name in ("client", "prototype") if name in row})
+    origin: Mapping[str, str | int]
 
 
 def check_told(tastes: str, clients: Collection[str], labelled: Collection[str]) -> None:
@@ -193,7 +183,9 @@ class Generation:
         """The previous generation; ``None`` for the first one."""
         return Generation(self.number - 1) if self.number and self.number > 1 else None
 
-    def draw_tastes(self, alignment: Alignment, prompts: Iterable[tuple[int, int]]) -> dict[int, Drawn]:
+    def draw_tastes(
+        self, alignment: Alignment, prompts: Iterable[tuple[int, int]]
+    ) -> dict[int, torch.Tensor]:
         """Draw a taste for each prompt, and write :data:`TASTES`.
 
         Args:
@@ -209,15 +201,15 @@ class Generation:
         }
         path = self.path(alignment, TASTES)
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = ({"index": number, **own.plain()} for number, own in drawn.items())
+        rows = ({"index": number, **own.origin, "z": own.z.tolist()} for number, own in drawn.items())
         files.write(path, dumps(rows), mode=0o600)
-        return drawn
+        return {number: own.z for number, own in drawn.items()}
 
-    def tastes(self, alignment: Alignment) -> dict[int, Drawn] | None:
+    def tastes(self, alignment: Alignment) -> dict[int, torch.Tensor] | None:
         """Read number of a prompt → its taste; ``None`` for a policy without tastes."""
         if self.number is None:
             return None
-        return {row["index"]: parse_drawn(row) for row in rows_in(self.path(alignment, TASTES))}
+        return {row["index"]: torch.tensor(row["z"]) for row in rows_in(self.path(alignment, TASTES))}
 
 
 def policy_before(alignment: Alignment, generation: Generation) -> Tensors:
@@ -247,6 +239,6 @@ def held_out_prompts(alignment: Alignment) -> frozenset[int]:
     return frozenset(held_out(alignment, [row["index"] for row in rows]).tolist())
 
 
-def at_prompts(drawn: dict[int, Drawn] | None, prompts: Iterable[int]) -> torch.Tensor | None:
+def at_prompts(drawn: Mapping[int, torch.Tensor] | None, prompts: Iterable[int]) -> torch.Tensor | None:
     """Stack the tastes of prompts, ``[n, d_z]``; ``None`` without tastes."""
-    return None if drawn is None else torch.stack([drawn[number].z for number in prompts])
+    return None if drawn is None else torch.stack([drawn[number] for number in prompts])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from prefed.align import labels, policy
 from prefed.align.alignment import Alignment, cache, write_pairs
 from prefed.align.policy import AlignError, Training, train_epochs
 from prefed.align.stages import Figures, Stage, check_outputs, output_digest, rows_in
-from prefed.align.tastes import STATE, held_out
+from prefed.align.tastes import STATE, Generation, held_out, held_out_prompts
 from prefed.config.align import AlignConfig
 from prefed.core import Optimizer, Plain, Tensors
 from prefed.data import Record
@@ -35,6 +35,22 @@ def best_epoch(history: list[dict[str, Any]]) -> int:
     if history[0]["agreement"] is None:
         return int(history[-1]["epoch"])
     return int(max(history, key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))["epoch"])
+
+
+def _rows(
+    alignment: Alignment, generation: Generation
+) -> tuple[list[Mapping[str, Any]], torch.Tensor | None]:
+    """Read the labels of a generation and the held-out ones of the first, and the taste of each pair."""
+    first = [] if generation.before is None else [Generation(1)]
+    held = held_out_prompts(alignment) if first else frozenset[int]()
+    rows, tastes = list[Mapping[str, Any]](), list[torch.Tensor]()
+    for source in (generation, *first):
+        drawn = source.tastes(alignment)
+        for row in rows_in(source.path(alignment, labels.FILE)):
+            if source is generation or row["index"] in held:
+                rows.append(row)
+                tastes += [] if drawn is None else [drawn[row["index"]]]
+    return rows, torch.stack(tastes) if tastes else None
 
 
 def label_trainer(
@@ -67,19 +83,6 @@ def label_trainer(
     return trainer, np.array([row["index"] for row in rows], np.int64)[there]
 
 
-def check_rows(out: npt.NDArray[np.bool_], rows: Sequence[Any], path: Path) -> None:
-    """Check that there are pairs to train on.
-
-    Raises:
-        AlignError: all pairs are held out.
-    """
-    if out.all():
-        raise AlignError(
-            f"{path}: none of {len(rows):,} labelled pairs can be used for training; use more prompts, or "
-            "raise data.max_length"
-        )
-
-
 def agreement(
     config: AlignConfig, trainer: PairTrainer, tensors: Tensors, out: npt.NDArray[np.bool_]
 ) -> dict[str, Plain]:
@@ -96,52 +99,85 @@ def agreement(
     return {"agreement": figures["reward_accuracy"], "margin": figures["margin"]}
 
 
-def _work(alignment: Alignment) -> Figures:
-    config, backbone, path = alignment.config, alignment.policy, alignment.folder / labels.FILE
-    rows = list(rows_in(path))
-    trainer, prompts = label_trainer(alignment, rows, "labels")
-    out = np.isin(prompts, held_out(alignment, prompts))
-    check_rows(out, rows, path)
-    start = alignment.folder / policy.FOLDER
+def checkpoint(generation: Generation, epoch: int) -> str:
+    """Return the path of a checkpoint relative to the folder of the alignment."""
+    ending = "" if generation.number is None else ".safetensors"
+    return generation.file(f"{CHECKPOINTS}/epoch-{epoch}{ending}")
 
-    def measure(epoch: int, tensors: Tensors) -> Mapping[str, Plain]:
-        checkpoint = alignment.folder / CHECKPOINTS / f"epoch-{epoch}"
-        policy.save_over_start(backbone, tensors, start, checkpoint)
-        return {"digest": output_digest(checkpoint), **agreement(config, trainer, tensors, out)}
 
+def _work(alignment: Alignment, generation: Generation) -> Figures:
+    config = alignment.config
+    rows, tastes = _rows(alignment, generation)
+    trainer, prompts = label_trainer(alignment, rows, generation.stage("labels"), tastes)
+    held = held_out(alignment, prompts) if tastes is None else sorted(held_out_prompts(alignment))
+    out = np.isin(prompts, held)
+    if out.all():
+        raise AlignError(
+            f"{generation.path(alignment, labels.FILE)}: none of {len(rows):,} labelled pairs can be used "
+            "for training; use more prompts, or raise data.max_length"
+        )
+    before = generation.before
     training = Training(
-        stage="train",
+        stage=generation.stage("train"),
         rows=np.flatnonzero(~out),
         objective=config.goal(),
         optimizer=Optimizer(config.optimizer, lr=config.lr, clip=config.clip),
         batch_size=config.batch_size,
-        epochs=config.epochs,
-        state=alignment.folder / STATE,
+        epochs=config.epochs if config.regenerate is None else 1,
+        steps=config.regenerate,
+        state=generation.path(alignment, STATE),
+        before=None if before is None else before.path(alignment, STATE),
         remedy="lower align.lr",
     )
-    _, history = train_epochs(trainer, training, alignment.key.at("train"), alignment.callback, measure)
+
+    def measure(epoch: int, tensors: Tensors) -> Mapping[str, Plain]:
+        path = alignment.folder / checkpoint(generation, epoch)
+        if tastes is None:
+            policy.save_over_start(alignment.policy, tensors, alignment.folder / policy.FOLDER, path)
+        else:
+            path.parent.mkdir(exist_ok=True)
+            policy.save_policy(tensors, path)
+        return {"digest": output_digest(path), **agreement(config, trainer, tensors, out)}
+
+    key = generation.key(alignment).at("train")
+    _, history = train_epochs(trainer, training, key, alignment.callback, measure)
     # Earlier processes may have written some of the checkpoints.
-    digests = {f"{CHECKPOINTS}/epoch-{epoch['epoch']}": epoch.pop("digest") for epoch in history}
-    check_outputs(alignment.folder, STAGE, digests)
-    best = best_epoch(history)
-    policy.copy_adapter(alignment.folder / CHECKPOINTS / f"epoch-{best}", alignment.folder / ADAPTER)
-    return {
+    digests = {checkpoint(generation, epoch["epoch"]): epoch.pop("digest") for epoch in history}
+    check_outputs(alignment.folder, stage(generation), digests)
+    counts = {
         "pairs": len(training.rows),
         "held_out": int(out.sum()),
         "too_long": len(rows) - len(prompts),
-        "epochs": history,
-        "kept": best,
     }
+    if tastes is not None:
+        return {**counts, "loss": history[-1]["loss"], "agreement": history[-1]["agreement"]}
+    best = best_epoch(history)
+    policy.copy_adapter(alignment.folder / checkpoint(generation, best), alignment.folder / ADAPTER)
+    return {**counts, "epochs": history, "kept": best}
 
 
-def settings(alignment: Alignment) -> dict[str, Any]:
-    """Return the settings that the trained policy depends on."""
+def _settings(alignment: Alignment) -> dict[str, Any]:
     config = alignment.config
     names = ("optimizer", "lr", "clip", "batch_size", "epochs", "held_out")
-    return {
+    settings = {
         **{name: getattr(config, name) for name in names},
         "objective": {"name": config.objective, **config.goal().settings},
     }
+    if config.regenerate is None:
+        return settings
+    return {**settings, "epochs": None, "regenerate": config.regenerate}
 
 
-STAGE = Stage("train", ("policy", "labels"), settings, (ADAPTER, CHECKPOINTS), _work, (STATE,))
+def stage(generation: Generation) -> Stage:
+    """Return the stage of a generation."""
+    name, labelled = generation.stage("train"), generation.stage("labels")
+    work, checkpoints = partial(_work, generation=generation), generation.file(CHECKPOINTS)
+    if generation.number is None:
+        return Stage(name, ("policy", labelled), _settings, (ADAPTER, checkpoints), work, (STATE,))
+    inputs = dict.fromkeys(
+        ("policy", generation.stage("completions"), "completions-1", "labels-1", labelled, *generation.inputs)
+    )
+    return Stage(name, tuple(inputs), _settings, (checkpoints, generation.file(STATE)), work)
+
+
+STAGE = stage(Generation())

@@ -72,10 +72,6 @@ class NeighbourRounds(Course):
         (name,) = self.job.method.init_server(self.job.trainers.initial).tensors
         return name
 
-    @cached_property
-    def _rho(self) -> float:
-        return self.job.topology.rho()
-
     def _round(self, number: int) -> State:
         started, job = time.perf_counter(), self.job
         now, tally, evaluated = job.round(number), Tally(), None
@@ -97,10 +93,8 @@ class NeighbourRounds(Course):
 
     def _exchange(self, exchange: Exchange, now: Round, tally: Tally) -> NodeFile:
         """Train and mix in the order of ``[graph] order``; return the next states of the nodes."""
-        matrix, mix_first = (
-            self.job.topology.matrix(now.number),
-            self.job.topology.config.order == "mix_train",
-        )
+        topology = self.job.topology
+        matrix, mix_first = topology.matrix(now.number), topology.config.order == "mix_train"
         start = self.writer.nodes.current()
         degrees = dict(zip(self.job.members, matrix_graph(matrix).degrees.tolist(), strict=True))
         if mix_first:
@@ -126,7 +120,7 @@ class NeighbourRounds(Course):
             "merged": len(answers.reports),
             "consensus_before": mixed.before,
             "consensus_after": mixed.after,
-            "rho": self._rho,
+            "rho": topology.rho,
             "edges": edges,
         }
         return after

@@ -385,7 +385,7 @@ class Topology:
         key: ``Key(seed)`` of the run.
 
     >>> topology = Topology(GraphConfig(name="star"), ("a", "b", "c", "d", "e"), Key(42))
-    >>> topology.matrix(3)[[0], :].toarray().round(2).tolist(), round(topology.rho(), 4)
+    >>> topology.matrix(3)[[0], :].toarray().round(2).tolist(), round(topology.rho, 4)
     ([[0.2, 0.2, 0.2, 0.2, 0.2]], 0.8)
     """
 
@@ -405,11 +405,8 @@ class Topology:
             matrix = self._fixed
         else:
             matrix = mixing_matrix(self._graph(key), self.config.weights)
-        return (
-            fail_edges(matrix, self.config.edge_failure, key.at("edges"))
-            if self.config.edge_failure
-            else matrix
-        )
+        failure = self.config.edge_failure
+        return fail_edges(matrix, failure, key.at("edges")) if failure else matrix
 
     def check(self, start: int = 1) -> None:
         """Refuse a graph that is not connected over a window of rounds.
@@ -432,9 +429,10 @@ class Topology:
             where = f"name = {config.name!r}" if config.file is None else f"file = {config.file!r}"
             raise ValueError(f"[graph] {where}: {error}") from None
 
-    def rho(self, start: int = 1) -> float:
-        """Return ρ of a fixed graph, or √λ₂(E[W²]) of a changing graph over the window from ``start``."""
-        return rho_of_sequence(self._window(start)) if self.config.varies else rho(self._fixed)
+    @cached_property
+    def rho(self) -> float:
+        """ρ of a fixed graph, or √λ₂(E[W²]) of a changing graph over the first window of rounds."""
+        return rho_of_sequence(self._window(1)) if self.config.varies else rho(self._fixed)
 
     def _window(self, start: int) -> Iterator[Matrix]:
         yield from map(self.matrix, range(start, start + (self.config.window if self.config.varies else 1)))

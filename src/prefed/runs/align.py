@@ -194,8 +194,7 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
     check_judge(config)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
-    judge = None if config.judge is None else source.judge(config.judge)
-
+    judge = None if config.judge is None else make_judge(config.judge, JudgeOptions(), source.run)
     origin = [commit.digests.server, commit.fingerprint["model"], asked] if judge is None else judge.identity
     return Alignment(
         folder=record.path / FOLDER,
@@ -210,7 +209,7 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
             "clients": commit.fingerprint["data"],
             "selectors": files.digest(json.dumps(origin).encode()),
         },
-        judge=judge,
+        judge=None if judge is None else JudgeLabels(judge),
         tastes=source.tastes,
         callback=source.callback,
     )
@@ -273,9 +272,6 @@ class _Source:
 
     def tastes(self) -> KnownTastes:
         return known_tastes(self.run)
-
-    def judge(self, name: str) -> JudgeLabels:
-        return JudgeLabels(make_judge(name, JudgeOptions(), self.run))
 
 
 @contextmanager

@@ -166,11 +166,6 @@ class JudgeLabels:
 
     judge: Judge
 
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """What the labels depend on, as JSON values."""
-        return self.judge.identity
-
     def scores(
         self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:

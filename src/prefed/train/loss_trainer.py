@@ -11,7 +11,15 @@ import torch
 from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
 from prefed.train.losses import CHOICE, ChoiceBatch, PairBatch, PairLoss
 from prefed.train.losses import objective as find_loss
-from prefed.train.optimizer_steps import PhaseSteps, Visit, backward, batches, dropout, read_gradient
+from prefed.train.optimizer_steps import (
+    PhaseSteps,
+    Visit,
+    backward,
+    batches,
+    dropout,
+    grouped_outputs,
+    read_gradient,
+)
 from prefed.train.packed import PackedForward
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 from prefed.train.pair_model import Features, PairModel, ReferenceLogprobs
@@ -140,17 +148,11 @@ class LossTrainer:
                 outputs.append(part.detach())
             values, metrics = losses(torch.cat(outputs), rows)
         else:
-            # The loss of a pair depends on the whole batch: compute the gradient at every output first, then
-            # run one pass per group.
-            with torch.no_grad():
-                whole = torch.cat([forward(number) for number in range(len(groups))])
-            whole.requires_grad_()
+            # The loss of a pair depends on the whole batch.
+            whole, finish = grouped_outputs(forward, groups)
             values, metrics = losses(whole, rows)
-            (slope,) = torch.autograd.grad(share * values.mean(), whole)
-            start = 0
-            for number, group in enumerate(groups):
-                backward(model.backbone, forward(number), slope[start : start + len(group)])
-                start += len(group)
+            backward(model.backbone, share * values.mean())
+            finish()
         mean = float(values.detach().mean())
         return {"loss": mean, **{name: float(value) for name, value in metrics.items()}}
 

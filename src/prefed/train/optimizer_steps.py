@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -181,15 +181,37 @@ def first_loss_scale(backbone: Backbone) -> float:
     return LOSS_SCALE if backbone.dtype == torch.float16 else 1.0
 
 
-def backward(backbone: Backbone, loss: torch.Tensor, slope: torch.Tensor | None = None) -> None:
-    """Add the gradient of ``loss``, times the loss scale, to the gradient buffer.
-
-    Args:
-        slope: gradient of the scalar loss with respect to ``loss``, if ``loss`` is not a scalar.
-    """
+def backward(backbone: Backbone, loss: torch.Tensor) -> None:
+    """Add the gradient of the scalar ``loss``, times the loss scale, to the gradient buffer."""
     if backbone.loss_scale != 1:
         loss = loss * backbone.loss_scale
-    loss.backward(slope)  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def grouped_outputs(
+    forward: Callable[[int], torch.Tensor], groups: Sequence[Rows]
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Return the outputs of all groups, and a function that backpropagates from their gradient.
+
+    Memory is needed for one group at a time, because each group runs forward once without gradients and again
+    in that function.
+
+    Args:
+        forward: number of a group → its outputs, the same in both calls.
+        groups: the rows of each group.
+    """
+    with torch.no_grad():
+        whole = torch.cat([forward(number) for number in range(len(groups))])
+    whole.requires_grad_()
+
+    def finish() -> None:
+        assert whole.grad is not None
+        for number, slope in enumerate(torch.split(whole.grad, [len(group) for group in groups])):
+            outputs = forward(number)
+            if outputs.requires_grad:
+                outputs.backward(slope)  # type: ignore[no-untyped-call]
+
+    return whole, finish
 
 
 def read_gradient(backbone: Backbone) -> Tensors:

@@ -43,6 +43,7 @@ from prefed.train.optimizer_steps import (
     backward,
     batches,
     dropout,
+    grouped_outputs,
     make_optimizer,
     read_gradient,
 )
@@ -435,20 +436,7 @@ class LatentTrainer:
             torch.manual_seed(key.at("dropout", number).number())
             return model.run(groups[number])
 
-        # Compute the gradient at every output first, then run one pass per group that fits into memory.
-        with torch.no_grad():
-            whole = torch.cat([forward(number) for number in range(len(groups))])
-        whole.requires_grad_()
-
-        def finish() -> None:
-            assert whole.grad is not None
-            slopes = torch.split(whole.grad, [len(group) for group in groups])
-            for number, slope in enumerate(slopes):
-                outputs = forward(number)
-                if outputs.requires_grad:
-                    outputs.backward(slope)  # type: ignore[no-untyped-call]
-
-        return whole, finish
+        return grouped_outputs(forward, groups)
 
 
 def draw_context(rows: Rows, batch: Rows, key: Key, pairs: npt.NDArray[np.uint64]) -> Rows:

@@ -60,7 +60,7 @@ def read_records(
     """
     setting = format_setting(source, config.columns, config.format)
     form, file = setting, None
-    spellings, prompts = _SpellingCheck(source, config), _PromptCheck()
+    spellings, first_rows = _SpellingCheck(source, config), dict[str, tuple[int, bool]]()
     for count, (row, location) in enumerate(read_rows(source, config.encoding, role, setting, errors)):
         if config.rows is not None and count >= config.rows:
             return
@@ -75,7 +75,7 @@ def read_records(
         with errors.at(location):
             spellings.check(row, location)
             if form.name == "pairs" and (source.columns or config.columns) is None:
-                prompts.check(row, location)
+                _check_prompt(row, location, first_rows)
             pairs = form.pairs(row)
             counts.read += len(pairs) - 1
         for raw in pairs:
@@ -125,29 +125,27 @@ class _SpellingCheck:
             )
 
 
-class _PromptCheck:
-    """Refuse texts without a prompt in a file with prompts: they would be read as whole dialogues."""
+def _check_prompt(row: files.Row, location: RowLocation, first_rows: dict[str, tuple[int, bool]]) -> None:
+    """Refuse texts without a prompt in a file with prompts: they would be read as whole dialogues.
 
-    def __init__(self) -> None:
-        self._file, self._first, self._has = "", 0, False
+    Args:
+        row: the row.
+        location: its location.
+        first_rows: file → number of its first row, and whether that has a prompt; is updated.
 
-    def check(self, row: files.Row, location: RowLocation) -> None:
-        """Check one row.
-
-        Raises:
-            RowError: only one of this row and the first row of the file has the column ``prompt``.
-        """
-        if not isinstance(row.get("chosen"), str):
-            return
-        has = "prompt" in row
-        if location.file != self._file:
-            self._file, self._first, self._has = location.file, location.row, has
-        if has != self._has:
-            here, there = ("a", "no") if has else ("no", "a")
-            raise RowError(
-                f"this row has {here} prompt, but row {self._first} has {there} prompt; texts without a "
-                "prompt are read as whole dialogues, so give a prompt in all rows of a file or in none"
-            )
+    Raises:
+        RowError: only one of this row and the first row of the file has the column ``prompt``.
+    """
+    if not isinstance(row.get("chosen"), str):
+        return
+    has = "prompt" in row
+    first, expected = first_rows.setdefault(location.file, (location.row, has))
+    if has != expected:
+        here, there = ("a", "no") if has else ("no", "a")
+        raise RowError(
+            f"this row has {here} prompt, but row {first} has {there} prompt; texts without a prompt are "
+            "read as whole dialogues, so give a prompt in all rows of a file or in none"
+        )
 
 
 def source_digests(source: Source) -> dict[str, str]:
@@ -183,7 +181,7 @@ def format_setting(source: Source, columns: Columns | None = None, name: str = "
     if name != "auto":
         return get_format(name)
     if _is_on_hub(source):
-        matches = [entry for entry in FORMATS.values() if (entry.hub or "").lower() == source.path.lower()]
+        matches = [entry for entry in FORMATS.values() if entry.hub.lower() == source.path.lower()]
         return matches[0] if matches else None
     return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from prefed.data.sources.pairs import (
     RawPair,
     extra_columns,
     list_at,
+    number_at,
     pair_from_columns,
     parse_name,
     parse_number,
@@ -40,18 +42,18 @@ class Format:
         name: value of ``data.format``.
         convert: turns a row into a pair, or into a list of pairs if a row has several comparisons. ``None``
             instead of a pair means that the source prefers neither response.
-        hub: name of the dataset on the hub, accepted instead of ``name``.
+        hub: name of the dataset on the hub, accepted instead of ``name``; empty if there is none.
+        detected_by: columns that identify the format, separated by spaces; empty if it cannot be detected.
         subset: default configuration of the hub dataset.
         subset_is_folder: subsets of the hub dataset are folders.
-        detected_by: columns that identify the format; empty if it cannot be detected.
     """
 
     name: str
     convert: Callable[[Row], RawPair | list[RawPair | None] | None]
-    hub: str | None = None
+    hub: str = ""
+    detected_by: str = ""
     subset: str | None = None
     subset_is_folder: bool = False
-    detected_by: frozenset[str] = frozenset()
 
     def pairs(self, row: Row) -> list[RawPair | None]:
         """Return one entry per comparison of a row, at least one; ``None`` for a tie.
@@ -106,9 +108,8 @@ def _ultrafeedback(row: Row) -> RawPair | None:
     ``overall_score`` is not used: copies from before December 2023 contain 10 instead of 1
     (https://github.com/OpenBMB/UltraFeedback, issue 8).
     """
-    name = "fine-grained_score"
     rated = [
-        (text_at(completion, "response"), parse_number(value_at(completion, name), name))
+        (text_at(completion, "response"), number_at(completion, "fine-grained_score"))
         for completion in list_at(row, "completions")
     ]
     pair = best_and_worst(rated)
@@ -182,7 +183,7 @@ def _arena(row: Row) -> RawPair | None:
 def _arena_55k(row: Row) -> RawPair | None:
     """Convert a vote: each turn is an entry of three lists, each outcome a column of 0 or 1."""
     outcomes = [f"winner_{name}" for name in ("model_a", "model_b", "tie")]
-    votes = [parse_number(value_at(row, name), name) for name in outcomes]
+    votes = [number_at(row, name) for name in outcomes]
     if sorted(vote or 0 for vote in votes) != [0, 0, 1]:
         raise RowError(f"one of {', '.join(outcomes)} must be 1, and the other two 0")
     if votes[2] == 1:
@@ -211,7 +212,7 @@ def _arena_55k(row: Row) -> RawPair | None:
 
 def _helpsteer3(row: Row) -> RawPair | None:
     """Convert a preference from −3 (response 1 is much better) to 3 (response 2 is much better)."""
-    preference = parse_number(value_at(row, "overall_preference"), "overall_preference")
+    preference = number_at(row, "overall_preference")
     if preference is None or abs(preference) > 3:
         raise RowError(f"overall_preference must be a number from -3 to 3, not {preference}")
     if preference == 0:
@@ -372,10 +373,8 @@ def _post(info: Mapping[str, Any]) -> str:
 
 
 def _imdb(row: Row) -> RawPair:
-    rewards = [
-        parse_number(value_at(row, f"{which}_reward"), f"{which}_reward") for which in ("chosen", "rejected")
-    ]
-    margin = None if None in rewards else rewards[0] - rewards[1]  # type: ignore[operator]
+    chosen, rejected = (number_at(row, f"{which}_reward") for which in ("chosen", "rejected"))
+    margin = None if chosen is None or rejected is None else chosen - rejected
     return RawPair(
         text_at(row, "prompt"),
         text_at(row, "chosen"),
@@ -396,37 +395,34 @@ def _code(row: Row) -> RawPair:
 
 
 def _webgpt(row: Row) -> RawPair | None:
-    scores = [parse_number(value_at(row, f"score_{k}"), f"score_{k}") for k in (0, 1)]
-    if scores[0] is None or scores[1] is None:
+    first, second = (number_at(row, f"score_{k}") for k in (0, 1))
+    if first is None or second is None:
         raise RowError("score_0 or score_1 is missing")
-    if scores[0] == scores[1]:
+    if first == second:
         return None
-    better = int(scores[1] > scores[0])
+    better = int(second > first)
     question = value_at(row, "question")
     nested = isinstance(question, Mapping)
     return RawPair(
         user_turn(text_at(row, "question.full_text" if nested else "question")),
         text_at(row, f"answer_{better}"),
         text_at(row, f"answer_{1 - better}"),
-        margin=abs(scores[0] - scores[1]),
+        margin=abs(first - second),
         category=parse_name(question.get("dataset"), "dataset") if nested else None,
         extra=extra_columns(row, ("question", "answer_0", "answer_1")),
     )
 
 
-def _safe(which: str) -> Callable[[Row], RawPair]:
-    def to_pair(row: Row) -> RawPair:
-        choice = value_at(row, f"{which}_response_id")
-        if choice not in (0, 1):
-            raise RowError(f"{which}_response_id must be 0 or 1, not {choice!r}")
-        return RawPair(
-            user_turn(text_at(row, "prompt")),
-            text_at(row, f"response_{choice}"),
-            text_at(row, f"response_{1 - choice}"),
-            extra=extra_columns(row, ("prompt", "response_0", "response_1")),
-        )
-
-    return to_pair
+def _safe(row: Row, column: str = "better_response_id") -> RawPair:
+    choice = value_at(row, column)
+    if choice not in (0, 1):
+        raise RowError(f"{column} must be 0 or 1, not {choice!r}")
+    return RawPair(
+        user_turn(text_at(row, "prompt")),
+        text_at(row, f"response_{choice}"),
+        text_at(row, f"response_{1 - choice}"),
+        extra=extra_columns(row, ("prompt", "response_0", "response_1")),
+    )
 
 
 def _instruction(row: Row) -> RawPair:
@@ -437,94 +433,68 @@ def _instruction(row: Row) -> RawPair:
     return pair
 
 
-def _columns(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
 _ALL = (
     pairs_format(),
     Format("hh-rlhf", pairs_format().convert, "Anthropic/hh-rlhf", subset_is_folder=True),
-    Format(
-        "shp",
-        _shp,
-        "stanfordnlp/SHP",
-        subset_is_folder=True,
-        detected_by=_columns("history human_ref_A human_ref_B labels"),
-    ),
+    Format("shp", _shp, "stanfordnlp/SHP", "history human_ref_A human_ref_B labels", subset_is_folder=True),
     Format("shp-responses", _shp_responses, subset_is_folder=True),
     Format(
         "summarize-from-feedback",
         _summaries,
         "openai/summarize_from_feedback",
-        subset="comparisons",
-        detected_by=_columns("info summaries choice"),
+        "info summaries choice",
+        "comparisons",
     ),
     Format("summarize-from-feedback-instruction", _summaries_instruction, subset="comparisons"),
-    Format(
-        "imdb-dpo",
-        _imdb,
-        "yuasosnin/imdb-dpo",
-        detected_by=_columns("prompt chosen rejected chosen_reward rejected_reward"),
-    ),
+    Format("imdb-dpo", _imdb, "yuasosnin/imdb-dpo", "prompt chosen rejected chosen_reward rejected_reward"),
     Format(
         "code-vulnerability",
         _code,
         "CyberNative/Code_Vulnerability_Security_DPO",
-        detected_by=_columns("lang vulnerability question chosen rejected"),
+        "lang vulnerability question chosen rejected",
     ),
-    Format(
-        "webgpt",
-        _webgpt,
-        "openai/webgpt_comparisons",
-        detected_by=_columns("question answer_0 answer_1 score_0 score_1"),
-    ),
+    Format("webgpt", _webgpt, "openai/webgpt_comparisons", "question answer_0 answer_1 score_0 score_1"),
     Format("py-dpo", _instruction, "jondurbin/py-dpo-v0.1"),
     Format("ultrafeedback", _instruction, "kaitchup/UltraFeedback-prompt-chosen-rejected"),
     Format(
         "safe-rlhf",
-        _safe("better"),
+        _safe,
         "PKU-Alignment/PKU-SafeRLHF",
-        detected_by=_columns("prompt response_0 response_1 better_response_id"),
+        "prompt response_0 response_1 better_response_id",
     ),
-    Format("safe-rlhf-safer", _safe("safer")),
+    Format("safe-rlhf-safer", partial(_safe, column="safer_response_id")),
     Format(
-        "chatbot-arena",
-        _arena,
-        "lmsys/chatbot_arena_conversations",
-        detected_by=_columns("conversation_a conversation_b winner"),
+        "chatbot-arena", _arena, "lmsys/chatbot_arena_conversations", "conversation_a conversation_b winner"
     ),
     Format(
         "arena-55k",
         _arena_55k,
         "lmsys/lmsys-arena-human-preference-55k",
-        detected_by=_columns("prompt response_a response_b winner_model_a winner_model_b"),
+        "prompt response_a response_b winner_model_a winner_model_b",
     ),
     Format(
         "helpsteer3",
         _helpsteer3,
         "nvidia/HelpSteer3",
-        subset="preference",
-        detected_by=_columns("context response1 response2 overall_preference"),
+        "context response1 response2 overall_preference",
+        "preference",
     ),
     Format(
         "community-alignment",
         _community,
         "facebook/community-alignment-dataset",
-        detected_by=_columns("annotator_id first_turn_prompt first_turn_preferred_response"),
+        "annotator_id first_turn_prompt first_turn_preferred_response",
     ),
-    Format("ratings", _ratings, detected_by=_columns("prompt responses ratings")),
+    Format("ratings", _ratings, detected_by="prompt responses ratings"),
     Format(
-        "ultrafeedback-ratings",
-        _ultrafeedback,
-        "openbmb/UltraFeedback",
-        detected_by=_columns("instruction completions models"),
+        "ultrafeedback-ratings", _ultrafeedback, "openbmb/UltraFeedback", "instruction completions models"
     ),
     Format(
         "prism",
         _prism,
         "HannahRoseKirk/prism-alignment",
-        subset="conversations",
-        detected_by=_columns("conversation_history conversation_id user_id"),
+        "conversation_history conversation_id user_id",
+        "conversations",
     ),
 )
 FORMATS: Mapping[str, Format] = MappingProxyType({entry.name: entry for entry in _ALL})
@@ -542,7 +512,7 @@ def get_format(name: str) -> Format:
         DataError: there is no such format. The message suggests a name, or lists all names.
     """
     for entry in FORMATS.values():
-        if name == entry.name or (entry.hub is not None and name.lower() == entry.hub.lower()):
+        if name and (name == entry.name or name.lower() == entry.hub.lower()):
             return entry
     hint = did_you_mean(name, FORMATS) or f"; known formats: {', '.join(['auto', *FORMATS])}"
     raise DataError(f"unknown data format {name!r}{hint}")
@@ -555,7 +525,7 @@ def detect_format(row: Row) -> Format:
         RowError: no format has these columns.
     """
     for entry in FORMATS.values():
-        if entry.detected_by and entry.detected_by <= row.keys():
+        if entry.detected_by and row.keys() >= {*entry.detected_by.split()}:
             return entry
     if {"chosen", "rejected"} <= row.keys():
         return FORMATS["pairs"]

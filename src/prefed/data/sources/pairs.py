@@ -81,6 +81,15 @@ def text_at(row: Row, path: str) -> str:
     return value
 
 
+def number_at(row: Row, path: str) -> float | None:
+    """Return the finite number at a dotted path, or ``None`` if the value is ``None``.
+
+    Raises:
+        RowError: the value is missing or not a finite number.
+    """
+    return parse_number(value_at(row, path), path)
+
+
 def list_at(row: Row, name: str) -> list[Any]:
     """Return the list in a column: a list, or a JSON text, as in CSV files.
 
@@ -146,9 +155,7 @@ def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair
         prompt=start,
         chosen=value_at(row, columns.chosen),
         rejected=value_at(row, columns.rejected),
-        margin=None
-        if columns.margin is None
-        else parse_number(value_at(row, columns.margin), columns.margin),
+        margin=None if columns.margin is None else number_at(row, columns.margin),
         client=_name_at(row, columns.client),
         category=_name_at(row, columns.category),
         domain=_name_at(row, columns.domain),

@@ -138,7 +138,7 @@ class PeerRounds(Course):
         after = own.update({group: Tensors(before.layout, mixed.to(before.flat.dtype))})
         # Including the wait for slower neighbours.
         seconds = time.perf_counter() - started
-        tally.figures |= {"merged": len(around), "rho": self._rho, "mix_seconds": seconds}
+        tally.figures |= {"merged": len(around), "rho": job.topology.rho, "mix_seconds": seconds}
         return after
 
     def _read(self, own: State, client: str, frame: bytes, now: Round, tally: Tally) -> State | None:
@@ -185,10 +185,6 @@ class PeerRounds(Course):
     @cached_property
     def _dtype(self) -> torch.dtype:
         return self.job.trainers.initial.dtype
-
-    @cached_property
-    def _rho(self) -> float:
-        return self.job.topology.rho()
 
     def _edge(self, client: str) -> tuple[int, int]:
         left, right = sorted((self._node, self.job.members.index(client)))

@@ -111,7 +111,7 @@ def rho_of(graph: str, clients: int) -> float:
         near = did_you_mean(graph, fixed) or f" (graphs: {', '.join(fixed)})"
         raise UsageError(f"--graph {graph}: no such graph{near}")
     nodes = tuple(str(node) for node in range(clients))
-    return Topology(GraphConfig.model_validate({"name": graph}), nodes, Key(0)).rho()
+    return Topology(GraphConfig.model_validate({"name": graph}), nodes, Key(0)).rho
 
 
 def _print(

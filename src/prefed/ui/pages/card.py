@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,81 +44,6 @@ AGREEMENT = "agreement"
 MEANING = "share of held-out pairs of completions on which the model agrees with the labels"
 
 
-@dataclass(frozen=True)
-class AlignedModel:
-    """A finished alignment, as described on a card.
-
-    Attributes:
-        summary: the content of ``align/summary.json``.
-        table: the ``[align]`` table.
-    """
-
-    summary: Mapping[str, Any]
-    table: Mapping[str, Any]
-
-    @staticmethod
-    def of(run: RunRecord) -> AlignedModel:
-        """Read the alignment of a run.
-
-        Raises:
-            RunError: the run has no finished alignment, or its files are damaged.
-        """
-        outcome, table = alignment_of(run.path), stored_settings(run)
-        if outcome is None or table is None:
-            raise RunError(
-                f"{run.path}/align: not finished; continue with `prefed align {run.path} --resume`"
-            )
-        return AlignedModel(outcome.summary, table)
-
-    @property
-    def what(self) -> str:
-        """Description of the model, without a full stop."""
-        judged = str(self.table.get("labels", "")).startswith("judge:")
-        labeller = "a judge" if judged else "the clients' selectors"
-        return f"The server's model, aligned with labels from {labeller}"
-
-    @property
-    def settings(self) -> Iterator[tuple[str, Any]]:
-        """Settings on the card."""
-        return ((f"align.{name}", self.table[name]) for name in SETTINGS if name in self.table)
-
-    @property
-    def data(self) -> str:
-        """Description of the training data."""
-        labels, train = self.summary["labels"], self.summary["train"]
-        prompts = pluralize(self.summary["prompts"]["kept"], "prompt", "prompts")
-        return (
-            f"The server's model completed {prompts} that no client holds. {labels['labelled']:,} pairs of "
-            f"completions were labelled, and {train['pairs']:,} of them used for training."
-        )
-
-    @property
-    def agreement(self) -> float | None:
-        """Share of held-out pairs on which the model agrees with the labels; ``None`` without such pairs."""
-        train = self.summary["train"]
-        share: float | None = train["epochs"][train["kept"] - 1]["agreement"]
-        return share
-
-    @property
-    def figures(self) -> list[tuple[str, str, str, str]]:
-        """Row of the agreement with its 95% interval."""
-        if self.agreement is None:
-            return []
-        low, high = mean_interval({AGREEMENT: self.agreement}, {AGREEMENT: self.summary["train"]["held_out"]})
-        return [(AGREEMENT, f"{self.agreement:.1%}", f"{low:.1%} to {high:.1%}", MEANING)]
-
-    @property
-    def note(self) -> str:
-        """How the agreement was measured."""
-        train = self.summary["train"]
-        pairs = pluralize(train["held_out"], "pair", "pairs")
-        return (
-            f"Measured on {pairs} of completions of held-out prompts, after epoch {train['kept']} of "
-            f"{len(train['epochs'])}, which was selected by this agreement. No client's pairs are included. "
-            "The Wilson interval assumes independent pairs."
-        )
-
-
 CARD = "README.md"
 FOLDER = "path/to/this/folder"
 """Placeholder for the folder of a model without a name on the hub."""
@@ -147,10 +71,10 @@ def model_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     base = base or hub_name(export.model.name)
-    aligned = AlignedModel.of(run) if export.aligned else None
     licence, whose = (license, "") if license else (base_license(export.model.name), ", like the base model")
     sets = data_sets(run)
     name = base or Path(export.model.name).name
+    content = (_aligned_content if export.aligned else _content)(run, export, sets)
     data = ModelCardData(
         base_model=base,
         datasets=sets or None,
@@ -159,13 +83,12 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["prefed", "federated-learning", "preference-optimization", run.method],
         model_name=(repo or run.name).rpartition("/")[2],
-        eval_results=_aligned_results(aligned) if aligned else _results(run, export, sets),
+        eval_results=content.pop("results"),
     )
     kind, method = METHODS.get(run.method), printable(run.method)
     source = kind.source if kind else "not a method of this version"
     text = _template().render(
         title=repo or f"{method} on {base or 'a local model'}",
-        what=_what(export, aligned),
         base=base or f"`{printable(name)}`, a local folder",
         method=method,
         method_title=kind.title if kind else method,
@@ -176,23 +99,13 @@ def model_card(
         code="\n".join(
             export.code(repo or FOLDER, base or Path(export.model.name).name, hub=repo is not None)
         ),
-        course=_course(run, aligned),
-        settings=list(_settings(run, export, aligned)),
-        data=_data(run, sets) + (f" {aligned.data}" if aligned else ""),
-        figures=aligned.figures if aligned else _figures(run, export),
-        over="held-out labels"
-        if aligned
-        else f"its {run.split} pairs"
-        if export.client
-        else "mean over clients",
-        note=aligned.note if aligned else _note(run, export),
-        answers=[] if aligned else _answers(run, export),
         cost=_cost(run),
         noise=privacy_line(run.summary["privacy"]) if "privacy" in run.summary else "",
         licence=f"{printable(licence)}{whose}."
         if licence
         else "Not specified. Choose a licence before you share the model.",
         citation=_citation(source),
+        **content,
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
 
@@ -230,9 +143,85 @@ def data_sets(run: RunRecord) -> list[str]:
     return [name for name in map(hub_name, map(str, paths)) if name is not None]
 
 
-def _what(export: Export, aligned: AlignedModel | None) -> str:
-    if aligned is not None:
-        return f"{aligned.what}{'' if export.taste is None else ', with one taste'}."
+def _content(run: RunRecord, export: Export, sets: list[str]) -> dict[str, Any]:
+    """The parts of the card of a model that the clients trained, and its results as metadata."""
+    dataset = (sets[0] if len(sets) == 1 else "private", f"{run.split} pairs of the clients")
+    metrics = [(figure, *_shares(figure, export)) for figure in _of(run, export)]
+    return {
+        "what": _what(export),
+        "course": f"{_course(run)}. Settings of the method and the adapter:",
+        "settings": _settings(run, run.config["model"].get("lora", {}), {}),
+        "data": _data(run, sets),
+        "figures": [
+            (figure.label, f"{mean:.1%}", _interval(run, figure, shares), figure.meaning)
+            for figure, shares, mean in metrics
+        ],
+        "over": f"its {run.split} pairs" if export.client else "mean over clients",
+        "note": _note(run, export),
+        "answers": _answers(run, export),
+        "results": [
+            _result(*dataset, figure.name.replace("_", " "), mean)
+            for figure, _, mean in metrics
+            if figure.name != "baseline_accuracy"
+        ],
+    }
+
+
+def _aligned_content(run: RunRecord, export: Export, sets: list[str]) -> dict[str, Any]:
+    """The same for a model that the server aligned.
+
+    Raises:
+        RunError: the run has no finished alignment, or its files are damaged.
+    """
+    outcome, table = alignment_of(run.path), stored_settings(run)
+    if outcome is None or table is None:
+        raise RunError(f"{run.path}/align: not finished; continue with `prefed align {run.path} --resume`")
+    judged = str(table.get("labels", "")).startswith("judge:")
+    labeller = "a judge" if judged else "the clients' selectors"
+    labels, train = outcome.summary["labels"], outcome.summary["train"]
+    prompts = pluralize(outcome.summary["prompts"]["kept"], "prompt", "prompts")
+    pairs = pluralize(train["held_out"], "pair", "pairs")
+    figures, results = [], []
+    if (share := train["epochs"][train["kept"] - 1]["agreement"]) is not None:
+        low, high = mean_interval({AGREEMENT: share}, {AGREEMENT: train["held_out"]})
+        figures = [(AGREEMENT, f"{share:.1%}", f"{low:.1%} to {high:.1%}", MEANING)]
+        results = [_result("private", "held-out pairs of completions", AGREEMENT, share)]
+    return {
+        "what": f"The server's model, aligned with labels from {labeller}"
+        f"{'' if export.taste is None else ', with one taste'}.",
+        "course": f"Selectors: {_course(run)}. Settings of their method, the adapter and the alignment:",
+        "settings": _settings(
+            run,
+            export.model.lora.model_dump(),
+            {f"align.{name}": table[name] for name in SETTINGS if name in table},
+        ),
+        "data": f"{_data(run, sets)} The server's model completed {prompts} that no client holds. "
+        f"{labels['labelled']:,} pairs of completions were labelled, and {train['pairs']:,} of them used for "
+        "training.",
+        "figures": figures,
+        "over": "held-out labels",
+        "note": f"Measured on {pairs} of completions of held-out prompts, after epoch {train['kept']} of "
+        f"{len(train['epochs'])}, which was selected by this agreement. No client's pairs are included. "
+        "The Wilson interval assumes independent pairs.",
+        "answers": [],
+        "results": results,
+    }
+
+
+def _result(kind: str, dataset: str, name: str, value: float) -> Any:
+    from huggingface_hub import EvalResult
+
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=kind,
+        dataset_name=dataset,
+        metric_type="accuracy",
+        metric_name=name,
+        metric_value=round(value, 4),
+    )
+
+
+def _what(export: Export) -> str:
     if export.selector is not None:
         return "A selector, which judges which of two responses is better. It does not generate responses."
     if export.client is not None:
@@ -243,21 +232,19 @@ def _what(export: Export, aligned: AlignedModel | None) -> str:
     return "The model shared by all clients, without personal parts."
 
 
-def _course(run: RunRecord, aligned: AlignedModel | None) -> str:
+def _course(run: RunRecord) -> str:
     clients = pluralize(len(run.summary.get("clients", {})), "client", "clients")
     rounds = pluralize(run.summary["rounds"], "round", "rounds")
-    course = f"{clients}, {rounds}, seed {run.summary['seed']}"
-    if aligned is None:
-        return f"{course}. Settings of the method and the adapter:"
-    return f"Selectors: {course}. Settings of their method, the adapter and the alignment:"
+    return f"{clients}, {rounds}, seed {run.summary['seed']}"
 
 
-def _settings(run: RunRecord, export: Export, aligned: AlignedModel | None) -> Iterator[tuple[str, str]]:
-    lora = run.config["model"].get("lora", {})
-    tables = {"method": run.config["method"], "lora": export.model.lora.model_dump() if aligned else lora}
-    for name, value in (*flatten(tables).items(), *(aligned.settings if aligned else ())):
-        if not is_place(name):
-            yield name, printable(setting(value)).replace("|", "\\|")
+def _settings(run: RunRecord, lora: Mapping[str, Any], more: Mapping[str, Any]) -> list[tuple[str, str]]:
+    tables = {**flatten({"method": run.config["method"], "lora": lora}), **more}
+    return [
+        (name, printable(setting(value)).replace("|", "\\|"))
+        for name, value in tables.items()
+        if not is_place(name)
+    ]
 
 
 def _data(run: RunRecord, sets: list[str]) -> str:
@@ -273,16 +260,11 @@ def _data(run: RunRecord, sets: list[str]) -> str:
     )
 
 
-def _figures(run: RunRecord, export: Export) -> list[tuple[str, str, str, str]]:
-    rows = []
-    for figure in _of(run, export):
-        shares, mean = _shares(figure, export)
-        interval = ""
-        if shares and "mean_alone" not in figure.values:
-            low, high = mean_interval(shares, {client: run.pairs(client) or 1 for client in shares})
-            interval = f"{low:.1%} to {high:.1%}"
-        rows.append((figure.label, f"{mean:.1%}", interval, figure.meaning))
-    return rows
+def _interval(run: RunRecord, figure: Figure, shares: Mapping[str, float]) -> str:
+    if not shares or "mean_alone" in figure.values:
+        return ""
+    low, high = mean_interval(shares, {client: run.pairs(client) or 1 for client in shares})
+    return f"{low:.1%} to {high:.1%}"
 
 
 def _of(run: RunRecord, export: Export) -> list[Figure]:
@@ -341,40 +323,6 @@ def _note(run: RunRecord, export: Export) -> str:
         f"Measured after {when} on {pairs:,} {run.split} pairs {whose}. The interval covers variation from "
         "resampling pairs of the same clients (Wilson intervals, combined over clients)."
     )
-
-
-def _results(run: RunRecord, export: Export, sets: list[str]) -> list[Any]:
-    from huggingface_hub import EvalResult
-
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=sets[0] if len(sets) == 1 else "private",
-            dataset_name=f"{run.split} pairs of the clients",
-            metric_type="accuracy",
-            metric_name=figure.name.replace("_", " "),
-            metric_value=round(_shares(figure, export)[1], 4),
-        )
-        for figure in _of(run, export)
-        if figure.name != "baseline_accuracy"
-    ]
-
-
-def _aligned_results(aligned: AlignedModel) -> list[Any]:
-    from huggingface_hub import EvalResult
-
-    if aligned.agreement is None:
-        return []
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type="private",
-            dataset_name="held-out pairs of completions",
-            metric_type="accuracy",
-            metric_name=AGREEMENT,
-            metric_value=round(aligned.agreement, 4),
-        )
-    ]
 
 
 def _cost(run: RunRecord) -> str:
