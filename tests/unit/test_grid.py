@@ -16,7 +16,7 @@ from finished import small_experiment, small_place, write_run
 from prefed.config import ConfigError
 from prefed.config.table import parse_grid, parse_seeds
 from prefed.runs import sweep_child
-from prefed.runs.sweep import GridSweep
+from prefed.runs.sweep import Sweep, check_cells, grid_cells
 from prefed.ui.cli import app
 from prefed.ui.pages.sweep import keep_grid, sentence
 from preferences import jsonl
@@ -64,13 +64,10 @@ class Toy:
         await asyncio.sleep(0)
 
 
-def sweep_of(path, *grid, seeds=(5,), figure=lambda experiment: 0.5, **options):
+def sweep_of(path, *grid, seeds=(5,), figure=lambda experiment: 0.5, jobs=1, overrides=()):
     toy, lines = Toy(figure), []
-    combinations = parse_grid(grid, options.get("overrides", ()))
-    sweep = GridSweep(
-        path, combinations, seeds, path.parent / "out/exp", tell=lines.append, do=toy, **options
-    )
-    return sweep, toy, lines
+    cells = grid_cells(path, parse_grid(grid, overrides), seeds, path.parent / "out/exp", overrides)
+    return cells, Sweep(jobs, lines.append, toy), toy, lines
 
 
 def lr(experiment):
@@ -177,24 +174,24 @@ def test_the_best_on_validation_pairs_is_chosen_and_judged_on_test_pairs(path):
         (0.1, 5): 0.2,
         (0.1, 6): 0.3,
     }
-    sweep, toy, lines = sweep_of(
-        path, "method.lr=0.001,0.01,0.1", seeds=(5, 6), figure=lambda e: figures[lr(e), e.seed]
+    cells, sweep, toy, lines = sweep_of(
+        path, "method.lr=0.001,0.01,0.1", seeds=(5, 6), figure=lambda e: figures[lr(e), e.seed], jobs=2
     )
-    sweep.check()
-    (chosen,) = asyncio.run(sweep.carry_out(2))
+    check_cells(cells)
+    (chosen,) = asyncio.run(sweep.grid(cells))
     names = [f"lr{rate}-seed{seed}" for rate in (0.001, 0.01, 0.1) for seed in (5, 6)]
     assert toy.calls == [
         *(f"{name} validation" for name in names),
         *(f"{name} validation test" for name in names[2:4]),
     ]
     assert lines[0] == "3 combinations, 2 seeds, 6 runs, 0 already finished"
-    assert chosen.combination.name == "lr0.01"
-    assert sentence(sweep, chosen) == (
+    assert chosen.cell.combination.name == "lr0.01"
+    assert sentence(chosen) == (
         "lr0.01 (method.lr = 0.01) was selected from 3 combinations. It has the highest preference accuracy "
         "on validation pairs, mean over clients and 2 seeds: 0.600 ± 0.141. "
         "The runner-up is lr0.001: 0.550 ± 0.000."
     )
-    told, page = keep_grid(sweep, [chosen])
+    told, page = keep_grid(cells, [chosen])
     (kept,) = json.loads(told.read_text())["chosen"]
     assert (kept["name"], kept["settings"]) == ("lr0.01", {"method.lr": 0.01})
     assert kept["validation"]["lr0.1"] == {"5": 0.2, "6": 0.3}
@@ -207,52 +204,52 @@ def test_the_best_on_validation_pairs_is_chosen_and_judged_on_test_pairs(path):
 
 def test_what_is_finished_is_not_run_again(path):
     """Given again it runs nothing; a wider grid runs what is new, and says where its choice lies."""
-    sweep, toy, _ = sweep_of(path, "method.lr=0.001,0.01", figure=lr)
-    asyncio.run(sweep.carry_out(1))
+    cells, sweep, toy, _ = sweep_of(path, "method.lr=0.001,0.01", figure=lr)
+    asyncio.run(sweep.grid(cells))
     assert len(toy.calls) == 3
-    sweep, toy, lines = sweep_of(path, "method.lr=0.001,0.01", figure=lr)
-    sweep.check()
-    (chosen,) = asyncio.run(sweep.carry_out(1))
+    cells, sweep, toy, lines = sweep_of(path, "method.lr=0.001,0.01", figure=lr)
+    check_cells(cells)
+    (chosen,) = asyncio.run(sweep.grid(cells))
     assert (toy.calls, lines[0]) == ([], "2 combinations, 1 seed, 2 runs, 2 already finished")
-    assert sentence(sweep, chosen).endswith(
+    assert sentence(chosen).endswith(
         "Its method.lr is at the end of the range tried; values beyond it may be better."
     )
-    sweep, toy, _ = sweep_of(path, "method.lr=0.1,0.01,0.001", figure=lambda e: -lr(e))
-    (chosen,) = asyncio.run(sweep.carry_out(1))
+    cells, sweep, toy, _ = sweep_of(path, "method.lr=0.1,0.01,0.001", figure=lambda e: -lr(e))
+    (chosen,) = asyncio.run(sweep.grid(cells))
     assert toy.calls == ["lr0.1-seed5 validation"]
-    assert (chosen.combination.name, chosen.at_end_of) == ("lr0.01", [])
+    assert (chosen.cell.combination.name, chosen.at_end_of) == ("lr0.01", [])
     (path.parent / "exp.toml").write_text(FILE.replace("rounds = 2", "rounds = 3"))
-    sweep, *_ = sweep_of(path, "method.lr=0.001,0.01")
+    cells, *_ = sweep_of(path, "method.lr=0.001,0.01")
     with pytest.raises(ValueError, match=r"seed5 contains a run with other settings: rounds is 2, not 3"):
-        sweep.check()
+        check_cells(cells)
 
 
 def test_of_equal_ones_the_first_is_taken(path):
-    sweep, *_ = sweep_of(path, "method.lr=0.01,0.001")
-    (chosen,) = asyncio.run(sweep.carry_out(1))
-    assert chosen.combination.name == "lr0.01"
-    assert "They are equal, so the one given first was selected." in sentence(sweep, chosen)
+    cells, sweep, *_ = sweep_of(path, "method.lr=0.01,0.001")
+    (chosen,) = asyncio.run(sweep.grid(cells))
+    assert chosen.cell.combination.name == "lr0.01"
+    assert "They are equal, so the one given first was selected." in sentence(chosen)
 
 
 def test_other_data_are_no_matter_of_choice(path):
     """A rate is chosen for each of them; with nothing to choose runs are judged as their file says."""
     grid = ("data.partition.clients=2,3", "method.lr=0.001,0.01")
-    sweep, *_ = sweep_of(path, *grid, figure=lambda e: lr(e) * (-1) ** e.data.partition.clients)
-    chosen = asyncio.run(sweep.carry_out(1))
-    assert [each.combination.name for each in chosen] == ["clients2-lr0.01", "clients3-lr0.001"]
-    assert sentence(sweep, chosen[1]).startswith("With data.partition.clients=3: clients3-lr0.001")
-    sweep, toy, _ = sweep_of(path, grid[0], seeds=(5, 6), overrides=("data.validation_fraction=0",))
-    sweep.check()
-    assert asyncio.run(sweep.carry_out(1)) == []
+    cells, sweep, *_ = sweep_of(path, *grid, figure=lambda e: lr(e) * (-1) ** e.data.partition.clients)
+    chosen = asyncio.run(sweep.grid(cells))
+    assert [each.cell.combination.name for each in chosen] == ["clients2-lr0.01", "clients3-lr0.001"]
+    assert sentence(chosen[1]).startswith("With data.partition.clients=3: clients3-lr0.001")
+    cells, sweep, toy, _ = sweep_of(path, grid[0], seeds=(5, 6), overrides=("data.validation_fraction=0",))
+    check_cells(cells)
+    assert asyncio.run(sweep.grid(cells)) == []
     assert all(call.endswith("test") and "validation" not in call for call in toy.calls)
 
 
 def test_seeds_alone_end_in_a_page(path):
     """Nothing is chosen of one combination."""
-    sweep, toy, _ = sweep_of(path, seeds=parse_seeds("3", 5))
-    assert asyncio.run(sweep.carry_out(2)) == []
+    cells, sweep, toy, _ = sweep_of(path, seeds=parse_seeds("3", 5), jobs=2)
+    assert asyncio.run(sweep.grid(cells)) == []
     assert toy.calls == ["run-seed5 test", "run-seed6 test", "run-seed7 test"]
-    _, page = keep_grid(sweep, [])
+    _, page = keep_grid(cells, [])
     assert "1 case with 3 seeds" in page.read_text()
     assert "was selected" not in page.read_text()
 
@@ -265,17 +262,17 @@ def test_nothing_is_chosen_where_a_run_failed(path):
             raise RuntimeError("no room")
         return 0.5
 
-    sweep, _, lines = sweep_of(path, "method.lr=0.001,0.01,0.1", figure=figure)
-    assert asyncio.run(sweep.carry_out(1)) == []
+    cells, sweep, _, lines = sweep_of(path, "method.lr=0.001,0.01,0.1", figure=figure)
+    assert asyncio.run(sweep.grid(cells)) == []
     assert sweep.failed == ["lr0.01-seed5"]
     assert "FAILED lr0.01-seed5: no room" in lines
-    _, page = keep_grid(sweep, [])
+    _, page = keep_grid(cells, [])
     assert "2 runs side by side" in page.read_text()
 
 
 def test_as_many_runs_as_jobs_are_under_way(path):
     under_way, most = set(), []
-    sweep, toy, _ = sweep_of(path, "method.lr=0.1,0.2,0.3,0.4", seeds=(1, 2))
+    cells, sweep, toy, _ = sweep_of(path, "method.lr=0.1,0.2,0.3,0.4", seeds=(1, 2), jobs=3)
 
     async def counted(run):
         under_way.add(run.out)
@@ -284,7 +281,7 @@ def test_as_many_runs_as_jobs_are_under_way(path):
         under_way.discard(run.out)
 
     sweep.do = counted
-    asyncio.run(sweep.carry_out(3))
+    asyncio.run(sweep.grid(cells))
     assert max(most) == 3
 
 

@@ -83,8 +83,8 @@ def make(toy, cells, order=None, jobs=2):
     """Carry cells out; gives the sweep and the lines that it printed."""
     lines: list[str] = []
     order = order or [cell.definition.name for cell in cells]
-    sweep = Sweep(jobs, lambda cell, outcome: keep(cell, order, outcome), lines.append, toy)
-    asyncio.run(sweep.carry_out(cells))
+    sweep = Sweep(jobs, lines.append, toy)
+    asyncio.run(sweep.tables(cells, lambda cell, outcome: keep(cell, order, outcome)))
     return sweep, lines
 
 

@@ -131,7 +131,7 @@ class Cell:
         rates: learning rates to select from; empty for the experiment's own rate.
         paper: the paper's value, or ``""``.
         clients: the paper's value for each client.
-        grid: key → value as text, to override the experiment with.
+        grid: overrides the experiment.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Cell:
     rates: tuple[float, ...]
     paper: str
     clients: Mapping[str, Any]
-    grid: Mapping[str, str] | None = None
+    grid: Combination | None = None
 
     def experiment(self, *overrides: str, own: Sequence[str] = ()) -> Experiment:
         """Build the experiment with ``KEY=VALUE`` overrides as for :meth:`Experiment.load`.
@@ -160,7 +160,7 @@ class Cell:
             for keys, origin in override(tree, overrides, self.path.parent).items()
             if origin.removeprefix("--set ") not in own
         }
-        values = [f"{key}={text}" for key, text in (self.grid or {}).items()]
+        values = [f"{key}={text}" for key, text in self.grid.texts.items()] if self.grid else []
         origins |= override(tree, values, self.path.parent, "--grid")
         method = tree.get("method", {})
         for table, key in _rates(tree):
@@ -298,7 +298,7 @@ class Combination:
     """One value of each key of a grid.
 
     Attributes:
-        name: name of its folder, and of its case on the page.
+        name: name of its cell, and of its case on the page.
         texts: key → value as text.
         values: key → parsed value.
     """
@@ -318,11 +318,8 @@ def grid_table(
     combinations: Sequence[Combination],
     seeds: Sequence[int],
     judge: Judge = "preference_accuracy",
-) -> tuple[Table, dict[str, Cell]]:
-    """Make a table with one cell per combination of a grid over an experiment file.
-
-    Returns:
-        The table, and its cells by the combinations' names.
+) -> tuple[Table, list[Cell]]:
+    """Make a table with one cell per combination of a grid over an experiment file; also return the cells.
 
     Raises:
         ConfigError: the file cannot be read, or is itself a table.
@@ -337,7 +334,7 @@ def grid_table(
     rows = {each.name: Row() for each in combinations}
     table = Table(title=path.stem, base=tree, rows=rows, seeds=list(seeds), judge=judge)
     cells = table.cells(path)
-    return table, {each.name: replace(cells[each.name], grid=each.texts) for each in combinations}
+    return table, [replace(cells[each.name], grid=each) for each in combinations]
 
 
 def parse_grid(texts: Sequence[str], overrides: Sequence[str] = ()) -> list[Combination]:

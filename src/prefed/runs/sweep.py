@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from prefed.config import ConfigError, Experiment
 from prefed.config.table import Cell, Combination, Judge, Table, grid_table, load_table
 from prefed.core.text import pluralize
 from prefed.data import DataConfig, DataError
-from prefed.runs.sweep_child import KEPT, CommandError, SweepRun, commits, in_turn, run_in_process
+from prefed.runs.sweep_child import KEPT, CommandError, SweepRun, commits, run_in_process
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ class SweepCell:
     def name(self) -> str:
         """The table and the cell, for messages."""
         return f"{self.folder.name} {self.definition.name}"
+
+    @property
+    def combination(self) -> Combination:
+        """The combination of a cell of a grid."""
+        assert self.definition.grid is not None
+        return self.definition.grid
 
     def run_of(self, seed: int, lr: float | None = None, *, test: bool = False) -> SweepRun:
         """Return the run with this seed, and with this learning rate if one is selected.
@@ -108,6 +117,11 @@ class SweepCell:
             "commits": _commits(runs),
         }
 
+    def validation_metrics(self) -> dict[int, float]:
+        """Return seed → metric on validation pairs, mean over clients, once the runs are finished."""
+        judge = self.table.judge
+        return {seed: float(self.run_of(seed).summary[judge]["mean"]) for seed in self.table.seeds}
+
     def _about(self) -> dict[str, Any]:
         cell = self.definition
         paper = {"figure": cell.paper, "clients": dict(cell.clients)}
@@ -144,6 +158,30 @@ def sweep_cells(path: Path, out: Path, overrides: Sequence[str] = ()) -> list[Sw
     table = load_table(path)
     folder, values = out / path.stem, tuple(overrides)
     return [SweepCell(cell, table, folder, values) for cell in table.cells(path).values()]
+
+
+def grid_cells(
+    path: Path,
+    combinations: Sequence[Combination],
+    seeds: Sequence[int],
+    folder: Path,
+    overrides: Sequence[str] = (),
+    judge: Judge = "preference_accuracy",
+) -> list[SweepCell]:
+    """Return the combinations of a grid over an experiment file as cells of a table.
+
+    Args:
+        path: the experiment file.
+        folder: runs are in ``FOLDER/COMBINATION-seedSEED``.
+        judge: the metric for the selection, as a mean over clients and seeds.
+
+    Raises:
+        ConfigError: as :func:`~prefed.config.table.grid_table`.
+    """
+    table, cells = grid_table(path, combinations, seeds, judge)
+    # If there is nothing to select, the file decides on the evaluated split.
+    selects = max(Counter(each.of_data for each in combinations).values()) > 1
+    return [SweepCell(cell, table, folder, tuple(overrides), selects) for cell in cells]
 
 
 def _commits(runs: Sequence[SweepRun]) -> list[str]:
@@ -185,62 +223,87 @@ def next_rate(figures: Mapping[float, float], most: int) -> float | None:
     return float(f"{top * top / neighbour:.1g}")
 
 
-@dataclass
-class Sweep:
-    """Runs cells, with at most ``jobs`` runs and ``jobs`` cells at a time.
+@dataclass(frozen=True)
+class Chosen:
+    """The combination selected from those that share their data.
 
     Attributes:
-        done: called with each finished cell and its row for the table.
+        among: all of them, the best first; each with seed → metric on validation pairs, mean over clients.
+    """
+
+    among: tuple[tuple[SweepCell, dict[int, float]], ...]
+
+    @property
+    def cell(self) -> SweepCell:
+        """The cell of the selected combination."""
+        return self.among[0][0]
+
+    @property
+    def at_end_of(self) -> list[str]:
+        """Keys whose selected number is the lowest or the highest that was tried."""
+        keys, all_values = [], [each.combination.values for each, _ in self.among]
+        for key, value in self.cell.combination.values.items():
+            tried = {values[key] for values in all_values if isinstance(values[key], int | float)}
+            if len(tried) > 1 and value in (min(tried), max(tried)):
+                keys.append(key)
+        return keys
+
+
+@dataclass
+class Sweep:
+    """Runs the cells of tables or of a grid, with at most ``jobs`` runs at a time.
+
+    Attributes:
         tell: called with each line of progress.
         do: runs or resumes one run.
-        failed: the cells that failed, each with the log file of the failed run if there is one.
+        failed: the cells of tables and the runs of grids that failed, each with the log file of the failed
+            run if there is one.
     """
 
     jobs: int
-    done: Callable[[SweepCell, dict[str, Any]], None]
     tell: Callable[[str], None] = print
     do: Callable[[SweepRun], Awaitable[None]] = run_in_process
     failed: list[str] = field(default_factory=list)
 
-    async def carry_out(self, cells: Sequence[SweepCell]) -> None:
-        """Run everything that is not finished. If a cell fails, the others continue."""
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.jobs)
+
+    async def tables(
+        self, cells: Sequence[SweepCell], done: Callable[[SweepCell, dict[str, Any]], None]
+    ) -> None:
+        """Run everything that is not finished, at most ``jobs`` cells at a time.
+
+        If a cell fails, the others continue.
+
+        Args:
+            done: called with each finished cell and its row for the table.
+        """
         counts = [cell.count() for cell in cells]
         runs, finished = (sum(each) for each in zip(*counts, strict=True))
         further = " or more" if any(cell.definition.rates and cell.table.further for cell in cells) else ""
         listed = (pluralize(len(cells), "cell", "cells"), pluralize(runs, "run", "runs") + further)
         self.tell(f"{', '.join(listed)}, {finished} already finished")
-        cell_slots, run_slots = asyncio.Semaphore(self.jobs), asyncio.Semaphore(self.jobs)
-        count = 0
+        slots, count = asyncio.Semaphore(self.jobs), 0
 
         async def one(cell: SweepCell) -> None:
             nonlocal count
-            async with cell_slots:
-                try:
-                    outcome = await self._cell(cell, run_slots)
-                except Exception as error:
-                    reason = error
-                    while isinstance(reason, ExceptionGroup):
-                        reason = reason.exceptions[0]
-                    log = f": {reason.log}" if isinstance(reason, CommandError) else ""
-                    self.failed.append(f"{cell.name}{log}")
-                    self.tell(f"FAILED {cell.name}: {reason}")
-                    return
-            self.done(cell, outcome)
-            count += 1
-            self.tell(f"finished {cell.name}, {count} of {len(cells)} cells")
+            async with slots:
+                outcome = await self._attempt(cell.name, partial(self._cell, cell))
+            if outcome is not None:
+                done(cell, outcome)
+                count += 1
+                self.tell(f"finished {cell.name}, {count} of {len(cells)} cells")
 
         async with asyncio.TaskGroup() as group:
             for cell in cells:
                 group.create_task(one(cell))
 
-    async def _cell(self, cell: SweepCell, run_slots: asyncio.Semaphore) -> dict[str, Any]:
-        async def carry_out(run: SweepRun) -> None:
-            await in_turn(run, run_slots, cell.folder, self.tell, self.do)
-
+    async def _cell(self, cell: SweepCell) -> dict[str, Any]:
         async def all_seeds(lr: float | None) -> None:
             async with asyncio.TaskGroup() as group:
                 for seed in cell.table.seeds:
-                    group.create_task(carry_out(cell.run_of(seed, lr, test=lr is not None)))
+                    run = cell.run_of(seed, lr, test=lr is not None)
+                    group.create_task(self._run(run, cell.folder))
 
         rates = cell.definition.rates
         if not rates:
@@ -250,7 +313,7 @@ class Sweep:
 
         async def try_rate(lr: float) -> None:
             run = cell.run_of(cell.table.seeds[0], lr)
-            await carry_out(run)
+            await self._run(run, cell.folder)
             validation[lr] = float(run.summary[cell.table.judge]["mean"])
             self.tell(f"{cell.name} lr {lr:g}: validation {validation[lr]:.3f}")
 
@@ -261,6 +324,65 @@ class Sweep:
             await try_rate(further)
         await all_seeds(_best(validation))
         return cell.best_rate_outcome(validation)
+
+    async def grid(self, cells: Sequence[SweepCell]) -> list[Chosen]:
+        """Run every combination with every seed, select the best and evaluate it on test pairs.
+
+        One of each group of combinations that share their data is selected, by its mean over seeds; on a tie,
+        the first. If a run fails, the others continue, but nothing is selected.
+
+        Args:
+            cells: from :func:`grid_cells`.
+        """
+        seeds = cells[0].table.seeds
+        runs = [cell.run_of(seed) for cell in cells for seed in seeds]
+        counts = (
+            pluralize(len(cells), "combination", "combinations"),
+            pluralize(len(seeds), "seed", "seeds"),
+            pluralize(len(runs), "run", "runs"),
+        )
+        self.tell(f"{', '.join(counts)}, {sum(run.finished for run in runs)} already finished")
+        await self._all(runs)
+        if self.failed or not cells[0].validation:
+            return []
+        groups: dict[tuple[str, ...], list[tuple[SweepCell, dict[int, float]]]] = {}
+        for cell in cells:
+            groups.setdefault(cell.combination.of_data, []).append((cell, cell.validation_metrics()))
+        chosen = [
+            Chosen(tuple(sorted(group, key=lambda pair: -fmean(pair[1].values()))))
+            for group in groups.values()
+        ]
+        for each in chosen:
+            self.tell(f"selected on validation pairs: {each.cell.definition.name}")
+        await self._all([each.cell.run_of(seed, test=True) for each in chosen for seed in seeds])
+        return chosen
+
+    async def _all(self, runs: Sequence[SweepRun]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                group.create_task(self._attempt(run.out.name, partial(self._run, run, run.out.parent)))
+
+    async def _attempt(self, name: str, work: Callable[[], Awaitable[T]]) -> T | None:
+        """Return the result of ``work``; ``None`` if it fails, which is reported and listed in ``failed``."""
+        try:
+            return await work()
+        except Exception as error:
+            reason = error
+            while isinstance(reason, ExceptionGroup):
+                reason = reason.exceptions[0]
+            log = f": {reason.log}" if isinstance(reason, CommandError) else ""
+            self.failed.append(f"{name}{log}")
+            self.tell(f"FAILED {name}: {reason}")
+            return None
+
+    async def _run(self, run: SweepRun, folder: Path) -> None:
+        """Wait for a slot, then run what is missing; messages name runs relative to ``folder``."""
+        async with self._slots:
+            run.check()
+            if not run.ready:
+                doing = "evaluating" if run.finished else "running"
+                self.tell(f"{doing} {run.out.relative_to(folder)}, log: {run.beside('log')}")
+                await self.do(run)
 
 
 def check_cells(cells: Sequence[SweepCell]) -> None:
@@ -353,133 +475,3 @@ def may_have_validation_pairs(data: DataConfig) -> bool:
             except DataError:
                 return True  # the run reports the error in the file
     return False
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The combination selected from those that share their data.
-
-    Attributes:
-        among: all of them, the best first; each with seed → metric on validation pairs, mean over clients.
-    """
-
-    among: tuple[tuple[Combination, dict[int, float]], ...]
-
-    @property
-    def combination(self) -> Combination:
-        """The selected combination."""
-        return self.among[0][0]
-
-    @property
-    def at_end_of(self) -> list[str]:
-        """Keys whose selected number is the lowest or the highest that was tried."""
-        keys = []
-        for key, value in self.combination.values.items():
-            tried = {each.values[key] for each, _ in self.among if isinstance(each.values[key], int | float)}
-            if len(tried) > 1 and value in (min(tried), max(tried)):
-                keys.append(key)
-        return keys
-
-
-@dataclass
-class GridSweep:
-    """Runs every combination with every seed, and selects the best on validation pairs.
-
-    Attributes:
-        path: the experiment file.
-        folder: runs are in ``FOLDER/COMBINATION-seedSEED``.
-        overrides: ``KEY=VALUE`` for every run.
-        judge: the metric for the selection, as a mean over clients and seeds.
-        tell, do: as for :class:`Sweep`.
-        failed: the runs that failed, each with its log file if there is one.
-    """
-
-    path: Path
-    combinations: Sequence[Combination]
-    seeds: Sequence[int]
-    folder: Path
-    overrides: tuple[str, ...] = ()
-    judge: Judge = "preference_accuracy"
-    tell: Callable[[str], None] = print
-    do: Callable[[SweepRun], Awaitable[None]] = run_in_process
-    failed: list[str] = field(default_factory=list)
-
-    @cached_property
-    def groups(self) -> list[list[Combination]]:
-        """The combinations, grouped by their data. One of each group is selected."""
-        groups: dict[tuple[str, ...], list[Combination]] = {}
-        for each in self.combinations:
-            groups.setdefault(each.of_data, []).append(each)
-        return list(groups.values())
-
-    @cached_property
-    def chooses(self) -> bool:
-        """Whether a group has several combinations. Otherwise the file decides on the evaluated split."""
-        return any(len(group) > 1 for group in self.groups)
-
-    @cached_property
-    def cells(self) -> dict[str, SweepCell]:
-        """The grid as cells of a table, by the names of the combinations."""
-        table, cells = grid_table(self.path, self.combinations, self.seeds, self.judge)
-        return {
-            name: SweepCell(cell, table, self.folder, self.overrides, self.chooses)
-            for name, cell in cells.items()
-        }
-
-    def run_of(self, combination: Combination, seed: int, *, test: bool = False) -> SweepRun:
-        """Return the run of a combination with a seed.
-
-        Raises:
-            ConfigError: its settings are not valid.
-        """
-        return self.cells[combination.name].run_of(seed, test=test)
-
-    def check(self) -> None:
-        """Call :func:`check_cells` for all combinations."""
-        check_cells(list(self.cells.values()))
-
-    async def carry_out(self, jobs: int) -> list[Chosen]:
-        """Run what is not finished, ``jobs`` runs at a time; evaluate the selected runs on test pairs.
-
-        If a run fails, the others continue, but nothing is selected.
-        """
-        runs = [self.run_of(each, seed) for each in self.combinations for seed in self.seeds]
-        counts = (
-            pluralize(len(self.combinations), "combination", "combinations"),
-            pluralize(len(self.seeds), "seed", "seeds"),
-            pluralize(len(runs), "run", "runs"),
-        )
-        self.tell(f"{', '.join(counts)}, {sum(run.finished for run in runs)} already finished")
-        await self._all(runs, jobs)
-        if self.failed or not self.chooses:
-            return []
-        chosen = [self._choose(group) for group in self.groups]
-        for each in chosen:
-            self.tell(f"selected on validation pairs: {each.combination.name}")
-        await self._all(
-            [self.run_of(each.combination, seed, test=True) for each in chosen for seed in self.seeds], jobs
-        )
-        return chosen
-
-    async def _all(self, runs: Sequence[SweepRun], jobs: int) -> None:
-        slots = asyncio.Semaphore(jobs)
-
-        async def one(run: SweepRun) -> None:
-            try:
-                await in_turn(run, slots, self.folder, self.tell, self.do)
-            except Exception as error:
-                log = f": {error.log}" if isinstance(error, CommandError) else ""
-                self.failed.append(f"{run.out.name}{log}")
-                self.tell(f"FAILED {run.out.name}: {error}")
-
-        async with asyncio.TaskGroup() as group:
-            for run in runs:
-                group.create_task(one(run))
-
-    def _choose(self, group: Sequence[Combination]) -> Chosen:
-        """Select the best of a group by its mean over seeds; on a tie, the first."""
-        figures = []
-        for each in group:
-            runs = {seed: self.run_of(each, seed) for seed in self.seeds}
-            figures.append((each, {s: float(run.summary[self.judge]["mean"]) for s, run in runs.items()}))
-        return Chosen(tuple(sorted(figures, key=lambda pair: -fmean(pair[1].values()))))

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -171,30 +170,6 @@ async def run_in_process(run: SweepRun) -> None:
         files.write(run.out / "judged-test.json", json.dumps(accuracies, indent=1).encode())
     for path in (experiment, run.beside("log")):
         path.unlink(missing_ok=True)
-
-
-async def in_turn(
-    run: SweepRun,
-    slots: asyncio.Semaphore,
-    folder: Path,
-    tell: Callable[[str], None],
-    do: Callable[[SweepRun], Awaitable[None]],
-) -> None:
-    """Wait for a slot, then run what is missing.
-
-    Args:
-        folder: the folder of all runs; messages name runs relative to it.
-        tell: called with a line when the run starts.
-
-    Raises:
-        ValueError: the run directory contains a run with other settings.
-    """
-    async with slots:
-        run.check()
-        if not run.ready:
-            doing = "evaluating" if run.finished else "running"
-            tell(f"{doing} {run.out.relative_to(folder)}, log: {run.beside('log')}")
-            await do(run)
 
 
 def _environment(run: SweepRun) -> dict[str, str]:

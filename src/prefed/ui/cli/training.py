@@ -204,8 +204,8 @@ def sweep(
     def done(cell: SweepCell, outcome: dict[str, Any]) -> None:
         keep(cell, order[cell.folder], outcome)
 
-    work = Sweep(jobs, done, typer.echo if volume() else lambda text: None)
-    _to_the_end(work.carry_out(cells))
+    work = Sweep(jobs, typer.echo if volume() else lambda text: None)
+    _to_the_end(work.tables(cells, done))
     for folder, table in {cell.folder: cell.table for cell in cells}.items():
         path = folder.with_name(f"{folder.name}.md")
         if path.exists():
@@ -224,21 +224,20 @@ def _sweep_grid(
     jobs: int,
 ) -> None:
     from prefed.config.table import grid_table, parse_grid, parse_seeds
-    from prefed.runs.sweep import GridSweep
+    from prefed.runs.sweep import Sweep, check_cells, grid_cells
 
     combinations = parse_grid(grid, overrides)
-    _, cells = grid_table(path, combinations, [0])
-    own = cells[combinations[0].name].experiment(*overrides).seed
-    sweep = GridSweep(
-        path, combinations, parse_seeds(seeds, own), out / path.stem, tuple(overrides), judge, typer.echo
-    )
-    sweep.check()
-    chosen = _to_the_end(sweep.carry_out(jobs))
+    _, (first, *_) = grid_table(path, combinations, [0])
+    every_seed = parse_seeds(seeds, first.experiment(*overrides).seed)
+    cells = grid_cells(path, combinations, every_seed, out / path.stem, overrides, judge)
+    check_cells(cells)
+    sweep = Sweep(jobs, typer.echo)
+    chosen = _to_the_end(sweep.grid(cells))
     from prefed.ui.pages.sweep import keep_grid, sentence
 
-    kept = keep_grid(sweep, chosen)
+    kept = keep_grid(cells, chosen)
     for each in chosen:
-        typer.echo(sentence(sweep, each))
+        typer.echo(sentence(each))
     for file in kept or ():
         typer.echo(file)
     if sweep.failed:

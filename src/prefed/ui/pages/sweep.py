@@ -12,7 +12,7 @@ from prefed.core import files
 from prefed.core.text import pluralize
 from prefed.runs.record import read_run
 from prefed.runs.seed_groups import fold
-from prefed.runs.sweep import Chosen, GridSweep, SweepCell, all_equal
+from prefed.runs.sweep import Chosen, SweepCell, all_equal
 from prefed.runs.sweep_child import commits
 from prefed.ui.pages.compare_page import write_comparison
 from prefed.ui.pages.comparison_data import ChosenCase, plus_minus
@@ -154,53 +154,54 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return markdown(Table("", head, [(name, cells) for name, *cells in lines]))
 
 
-def keep_grid(sweep: GridSweep, chosen: Sequence[Chosen]) -> tuple[Path, Path] | None:
-    """Write ``FOLDER.json`` and ``FOLDER.html`` for a sweep; ``None`` without finished runs."""
-    runs = [sweep.run_of(each, seed) for each in sweep.combinations for seed in sweep.seeds]
-    records = [read_run(run.out) for run in runs if run.finished]
-    if not records:
+def keep_grid(cells: Sequence[SweepCell], chosen: Sequence[Chosen]) -> tuple[Path, Path] | None:
+    """Write ``FOLDER.json`` and ``FOLDER.html`` for a grid; ``None`` without finished runs."""
+    first = cells[0]
+    runs = [run for cell in cells for seed in first.table.seeds if (run := cell.run_of(seed)).finished]
+    if not runs:
         return None
-    selection, page = (sweep.folder.with_name(f"{sweep.folder.name}.{kind}") for kind in ("json", "html"))
+    selection, page = (first.folder.with_name(f"{first.folder.name}.{kind}") for kind in ("json", "html"))
+    combinations = [cell.combination for cell in cells]
     content = {
-        "experiment": str(sweep.path),
-        "judge": sweep.judge,
-        "seeds": list(sweep.seeds),
-        "combinations": [{"name": each.name, "settings": dict(each.values)} for each in sweep.combinations],
-        "chosen": [_plain(sweep, each) for each in chosen],
-        "commits": sorted({commit for run in runs if run.finished for commit in commits(run.out)}),
+        "experiment": str(first.definition.path),
+        "judge": first.table.judge,
+        "seeds": first.table.seeds,
+        "combinations": [{"name": each.name, "settings": dict(each.values)} for each in combinations],
+        "chosen": [_plain(each) for each in chosen],
+        "commits": sorted({commit for run in runs for commit in commits(run.out)}),
     }
     files.write(selection, json.dumps(content, indent=1, ensure_ascii=False).encode())
-    write_comparison(records, page, chosen_cases(sweep, chosen))
+    write_comparison([read_run(run.out) for run in runs], page, chosen_cases(chosen))
     return selection, page
 
 
-def chosen_cases(sweep: GridSweep, chosen: Sequence[Chosen]) -> list[ChosenCase]:
+def chosen_cases(chosen: Sequence[Chosen]) -> list[ChosenCase]:
     """The selected combinations with their metrics on test pairs."""
     return [
         ChosenCase(
-            sentence(sweep, each),
-            [sweep.run_of(each.combination, seed).out for seed in sweep.seeds],
+            sentence(each),
+            [each.cell.run_of(seed).out for seed in each.cell.table.seeds],
             {
                 name: {seed: value["mean"] for seed, value in own.items()}
-                for name, own in _test(sweep, each).items()
+                for name, own in _test(each.cell).items()
             },
         )
         for each in chosen
     ]
 
 
-def sentence(sweep: GridSweep, chosen: Chosen) -> str:
+def sentence(chosen: Chosen) -> str:
     """Describe the selection: the best combination, its metric and the runner-up."""
-    best, metrics = chosen.among[0]
+    best, table, (_, metrics) = chosen.cell.combination, chosen.cell.table, chosen.among[0]
     where = f"With {', '.join(best.of_data)}: " if best.of_data else ""
-    seeds = pluralize(len(sweep.seeds), "seed", "seeds")
+    seeds = pluralize(len(table.seeds), "seed", "seeds")
     text = f"{where}{best.name} ({', '.join(f'{k} = {v}' for k, v in best.texts.items())}) was selected from "
     text += f"{pluralize(len(chosen.among), 'combination', 'combinations')}. "
-    text += f"It has the highest {sweep.judge.replace('_', ' ')} on "
+    text += f"It has the highest {table.judge.replace('_', ' ')} on "
     text += f"validation pairs, mean over clients and {seeds}: {plus_minus(metrics)}."
     if len(chosen.among) > 1:
         second, others = chosen.among[1]
-        text += f" The runner-up is {second.name}: {plus_minus(others)}."
+        text += f" The runner-up is {second.combination.name}: {plus_minus(others)}."
         if fold(list(others.values())).mean == fold(list(metrics.values())).mean:
             text += " They are equal, so the one given first was selected."
     for key in chosen.at_end_of:
@@ -208,22 +209,21 @@ def sentence(sweep: GridSweep, chosen: Chosen) -> str:
     return text
 
 
-def _test(sweep: GridSweep, chosen: Chosen) -> dict[str, dict[int, dict[str, float]]]:
+def _test(cell: SweepCell) -> dict[str, dict[int, dict[str, float]]]:
     """Metric → seed → mean and worst client on test pairs."""
     found: dict[str, dict[int, dict[str, float]]] = {}
-    for seed in sweep.seeds:
-        for name, values in (sweep.run_of(chosen.combination, seed, test=True).figures or {}).items():
+    for seed in cell.table.seeds:
+        for name, values in (cell.run_of(seed, test=True).figures or {}).items():
             found.setdefault(name, {})[seed] = values
     return found
 
 
-def _plain(sweep: GridSweep, chosen: Chosen) -> dict[str, Any]:
+def _plain(chosen: Chosen) -> dict[str, Any]:
+    best = chosen.cell.combination
+    among = {each.combination.name: own for each, own in chosen.among}
     return {
-        "name": chosen.combination.name,
-        "settings": dict(chosen.combination.values),
-        "validation": {each.name: {str(s): v for s, v in own.items()} for each, own in chosen.among},
-        "test": {
-            name: {str(seed): values for seed, values in own.items()}
-            for name, own in _test(sweep, chosen).items()
-        },
+        "name": best.name,
+        "settings": dict(best.values),
+        "validation": among,
+        "test": _test(chosen.cell),
     }
