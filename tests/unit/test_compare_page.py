@@ -268,7 +268,7 @@ def test_a_run_on_other_pairs_is_in_no_test_chart_or_pooled_figure(tmp_path):
     ]
     compared = Compared(tuple(made))
     assert [case.seeds for case in compared.cases] == [(1, 2, 3), (1, 2), (3,)]
-    assert compared.comparable == 2
+    assert len(compared.comparable) == 2
     (_, paired) = compared.paired("preference_accuracy")
     assert [*paired.differences] == [1, 2]
     assert len(compared.gains("preference_accuracy")) == 2

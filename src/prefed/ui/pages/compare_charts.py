@@ -25,7 +25,7 @@ from prefed.ui.pages.chart import (
     percent,
 )
 from prefed.ui.pages.chart import over_rounds as rounds_line
-from prefed.ui.pages.comparison_data import Compared, disagreements, labels, plus_minus
+from prefed.ui.pages.comparison_data import NAMES, Compared, disagreements, labels, plus_minus
 from prefed.ui.pages.svg import LINE, diagonal
 
 BANDS = 6
@@ -110,11 +110,7 @@ def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -
     for k in drawn:
         by_round = {0: 0.0, **spent(compared.cases[k], what)}
         curve = _curve(compared.cases[k], name)
-        points[k] = [
-            _Point(by_round[int(point.x)], point.y, point.std, point.note)
-            for point in curve
-            if point.x in by_round
-        ]
+        points[k] = [replace(point, x=by_round[int(point.x)]) for point in curve if point.x in by_round]
     ends = [point.x for some in points.values() for point in some[-1:]]
     log = bool(ends) and min(ends) > 0 and max(ends) > WIDE * min(ends)
     if log:
@@ -124,10 +120,7 @@ def over_spent(compared: Compared, drawn: Sequence[int], name: str, what: str) -
             compared, points, Axis("traffic in both directions", size, log), name, "against traffic", size
         )
     unit, word = _unit(max(ends, default=0.0))
-    scaled = {
-        k: [_Point(point.x / unit, point.y, point.std, point.note) for point in some]
-        for k, some in points.items()
-    }
+    scaled = {k: [replace(point, x=point.x / unit) for point in some] for k, some in points.items()}
     kind = "of simulated time" if what == "time" else "of wall-clock time"
     axis = Axis(f"{word} {kind}", lambda value: f"{value:g}", log)
     return _curves(compared, scaled, axis, name, "against time", lambda x: f"{x:.3g} {word}")
@@ -142,7 +135,7 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> C
         if not means:
             continue
         points = [(statistics.fmean(means.values()), statistics.fmean(worst.values()))]
-        notes = [f"mean {plus_minus(means)}, worst client {plus_minus(worst)}"]
+        notes = [f"mean {plus_minus(means.values())}, worst client {plus_minus(worst.values())}"]
         if len(means) > 1:
             points += [(mean, worst[seed]) for seed, mean in means.items()]
             notes += [f"seed {s}: mean {m:.3f}, worst client {worst[s]:.3f}" for s, m in means.items()]
@@ -151,7 +144,7 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> C
     if not lines:
         return None
     best = max(lines, key=lambda line: line.points[0][1])
-    called = compared.accuracies[name]
+    called = NAMES[name]
     count = pluralize(len(lines), "case", "cases")
     alt = f"{called.capitalize()} of the worst client against the mean, {count}. "
     alt += f"The worst client is best in {best.name}: {best.notes[0]}."
@@ -184,7 +177,7 @@ def _curve(case: Case, name: str) -> list[_Point]:
 
 def _point(x: float, values: Sequence[float]) -> _Point:
     std = statistics.stdev(values) if len(values) > 1 else None
-    return _Point(x, statistics.fmean(values), std, plus_minus(dict(enumerate(values))))
+    return _Point(x, statistics.fmean(values), std, plus_minus(values))
 
 
 def _curves(
@@ -198,7 +191,7 @@ def _curves(
     points = {k: some for k, some in points.items() if some}
     if not points:
         return None
-    called = compared.accuracies[name]
+    called = NAMES[name]
     several = any(point.std is not None for some in points.values() for point in some)
     bands = several and len(points) <= BANDS
     lines = []
@@ -313,10 +306,9 @@ def strips(each: Sequence[Mapping[str, float]]) -> tuple[list[Strip], float]:
 
 def gains_of(compared: Compared, cases: Sequence[Shown], names: Sequence[str]) -> list[Gains]:
     """Tables of gains of personal over shared models, and of gains over the reference case."""
-    called = compared.accuracies
     tables = [
         _gain_rows(
-            f"Each client's own model against the shared model of its run: {called[ACCURACIES[0]]}",
+            f"Each client's own model against the shared model of its run: {NAMES[ACCURACIES[0]]}",
             compared.own_gains(),
             cases,
         )
@@ -325,13 +317,12 @@ def gains_of(compared: Compared, cases: Sequence[Shown], names: Sequence[str]) -
         first = cases[compared.reference]
         for name in names:
             each = [{} if k == compared.reference else own for k, own in enumerate(compared.gains(name))]
-            comparable = cases[: compared.comparable]
-            tables.append(_gain_rows(f"Against {first.key} {first.name}: {called[name]}", each, comparable))
+            tables.append(_gain_rows(f"Against {first.key} {first.name}: {NAMES[name]}", each, cases))
     return [table for table in tables if table.rows]
 
 
 def _gain_rows(what: str, each: Sequence[Mapping[str, float]], cases: Sequence[Shown]) -> Gains:
-    some = [(shown, gain) for shown, gain in zip(cases, each, strict=True) if gain]
+    some = [(shown, gain) for shown, gain in zip(cases, each, strict=False) if gain]
     drawn, most = strips([gain for _, gain in some])
     ends = f"{100 * most:.0f}"
     rows = []
@@ -373,7 +364,7 @@ def clients_of(compared: Compared, drawn: Sequence[int], name: str) -> Clients:
             gain = 0.0 if figure is None or client not in first else figure - first[client]
             cells.append(("" if figure is None else f"{100 * figure:.0f}", _strength(gain)))
         rows.append((client, cells))
-    called = compared.accuracies[name]
+    called = NAMES[name]
     key = compared.keys[compared.reference]
     caption = f"{called.capitalize()} in percent, starting with the clients that differ most between cases. "
     caption += f"Colours show the difference from {key}: blue above, orange below. "

@@ -18,7 +18,7 @@ from prefed.runs.track import told_settings
 from prefed.ui.pages import compare_charts as charts
 from prefed.ui.pages.chart import Chart
 from prefed.ui.pages.compare_charts import Shown, clients_of, gains_of
-from prefed.ui.pages.comparison_data import ChosenCase, Compared, few_seeds, plus_minus
+from prefed.ui.pages.comparison_data import NAMES, ChosenCase, Compared, few_seeds, plus_minus
 from prefed.ui.pages.comparison_tables import FURTHER, cases_table, runs_table, settings_table, tests_table
 from prefed.ui.pages.html import render_template
 from prefed.ui.pages.metric_text import WORST_TENTH
@@ -39,7 +39,7 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
     compared = Compared(tuple(runs))
     drawn = _drawn(compared)
     cases = [
-        Shown(key, name + ("" if k < compared.comparable else " *"), k)
+        Shown(key, name + ("" if k < len(compared.comparable) else " *"), k)
         for k, (key, name) in enumerate(zip(compared.keys, compared.names, strict=True))
     ]
     # The two accuracies of a selector are equal.
@@ -62,19 +62,19 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
         title=f"{pluralize(len(runs), 'run', 'runs')} side by side",
         lead=_lead(compared),
         warnings=_warnings(compared),
-        chosen=[(each.text, _test(compared, each)) for each in chosen],
+        chosen=[(each.text, _test(each)) for each in chosen],
         chosen_cases=_chosen_cases(compared, chosen),
         results=cases_table(compared, called),
         settings=settings,
         cases=cases,
         drawn=[cases[k] for k in drawn],
-        left_out=compared.comparable - len(drawn),
+        left_out=len(compared.comparable) - len(drawn),
         charts={key: some for key, (_, some) in drawings.items()},
         gains=gains_of(compared, cases, names),
         clients=[clients_of(compared, drawn, name) for name in names],
-        tested=[case for case in cases[: compared.comparable] if case.index != compared.reference],
+        tested=[case for case in cases[: len(compared.comparable)] if case.index != compared.reference],
         seeds=[tests_table(compared, name, called) for name in names] if compared.several_seeds else [],
-        seeds_note=few_seeds(compared.cases[: compared.comparable]),
+        seeds_note=few_seeds(compared.comparable),
         runs=_runs(compared),
         meanings=_meanings(compared),
     )
@@ -82,8 +82,7 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
 
 def _drawn(compared: Compared) -> list[int]:
     """Indices of the cases in charts: all comparable ones, or the reference case and the best."""
-    drawable = compared.cases[: compared.comparable]
-    means = [statistics.fmean(by_seed(case, ACCURACIES[0]).values()) for case in drawable]
+    means = [statistics.fmean(by_seed(case, ACCURACIES[0]).values()) for case in compared.comparable]
     best = sorted(range(len(means)), key=lambda k: (k != compared.reference, -means[k]))
     return sorted(best[:CURVES])
 
@@ -129,10 +128,10 @@ def _chosen_cases(compared: Compared, chosen: Sequence[ChosenCase]) -> list[int]
     return [k for k, case in enumerate(compared.cases) if case.runs[0].path.resolve() in paths]
 
 
-def _test(compared: Compared, chosen: ChosenCase) -> Facts:
-    called = {**compared.accuracies, **FURTHER, "baseline_accuracy": "before"}
+def _test(chosen: ChosenCase) -> Facts:
+    called = {**NAMES, **FURTHER, "baseline_accuracy": "before"}
     return [
-        (called[name], f"{plus_minus(values)} over {pluralize(len(values), 'seed', 'seeds')}")
+        (called[name], f"{plus_minus(values.values())} over {pluralize(len(values), 'seed', 'seeds')}")
         for name, values in chosen.test.items()
         if name in called and values
     ]
@@ -172,6 +171,6 @@ def _meanings(compared: Compared) -> Facts:
     for run in compared.runs:
         for name, figure in run.figures.items():
             if name in (*ACCURACIES, *FURTHER, "baseline_accuracy"):
-                called = {**compared.accuracies, **FURTHER}.get(name, figure.label)
+                called = {**NAMES, **FURTHER}.get(name, figure.label)
                 known.setdefault(called, f"{figure.meaning}.")
     return [*known.items(), WORST_TENTH, ("±", "sample standard deviation over seeds.")]

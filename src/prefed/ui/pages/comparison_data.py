@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,8 @@ from prefed.runs.seed_groups import (
 )
 from prefed.ui.pages.tables import setting
 
+NAMES = {name: name.replace("_", " ") for name in ACCURACIES}
+"""The two accuracies → their display names."""
 OF = ("mean", "worst", "worst_decile")
 """Statistics over clients."""
 
@@ -56,13 +58,12 @@ class Compared:
     @cached_property
     def cases(self) -> list[Case]:
         """Groups of runs that differ only in their seed."""
-        comparable, others = cases_apart(self.runs)
-        return [*comparable, *others]
+        return [*self.comparable, *cases([self.runs[index] for index in self.disagreements])]
 
     @cached_property
-    def comparable(self) -> int:
-        """Number of cases comparable with the first run; they come first in ``cases``."""
-        return len(cases_apart(self.runs)[0])
+    def comparable(self) -> list[Case]:
+        """The cases comparable with the first run; they come first in ``cases``."""
+        return cases([run for index, run in enumerate(self.runs) if index not in self.disagreements])
 
     @cached_property
     def labels(self) -> list[str]:
@@ -92,7 +93,7 @@ class Compared:
     @cached_property
     def reference(self) -> int:
         """Index of the case that others are compared with."""
-        return reference_case(self.cases[: self.comparable])
+        return reference_case(self.comparable)
 
     @cached_property
     def fixed(self) -> bool:
@@ -103,11 +104,6 @@ class Compared:
     def selectors(self) -> list[bool]:
         """For each case, whether its models are selectors."""
         return ["choice_loss" in case.runs[0].summary for case in self.cases]
-
-    @cached_property
-    def accuracies(self) -> dict[str, str]:
-        """The two accuracies → their display names."""
-        return {name: name.replace("_", " ") for name in ACCURACIES}
 
     @cached_property
     def marked(self) -> dict[str, str]:
@@ -128,7 +124,7 @@ class Compared:
     def gains(self, name: str) -> list[dict[str, float]]:
         """For each comparable case: client → metric minus its value in the reference case."""
         first = self.cases[self.reference]
-        return [gains(case, first, name, fixed=self.fixed) for case in self.cases[: self.comparable]]
+        return [gains(case, first, name, fixed=self.fixed) for case in self.comparable]
 
     def own_gains(self) -> list[dict[str, float]]:
         """For each case: client → accuracy of its own model minus that of the shared model of the run."""
@@ -137,8 +133,8 @@ class Compared:
 
     def paired(self, name: str) -> list[Paired | None]:
         """Each comparable case paired by seed with the reference case; ``None`` for that case itself."""
-        first, others = self.cases[self.reference], self.cases[: self.comparable]
-        return [None if case is first else paired(case, first, name) for case in others]
+        first = self.cases[self.reference]
+        return [None if case is first else paired(case, first, name) for case in self.comparable]
 
     def plain(self) -> dict[str, Any]:
         """The comparison as JSON."""
@@ -267,13 +263,6 @@ def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
     return reasons
 
 
-def cases_apart(runs: Sequence[RunRecord]) -> tuple[list[Case], list[Case]]:
-    """The cases comparable with the first run, and the others."""
-    marked = disagreements(runs)
-    fine = [run for index, run in enumerate(runs) if index not in marked]
-    return cases(fine), cases([runs[index] for index in marked])
-
-
 def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
     """Differing settings: dotted name → each run's value, ``None`` if unset.
 
@@ -297,25 +286,24 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str | None]]:
     return result
 
 
-def plus_minus(values: Mapping[int, float]) -> str:
+def plus_minus(values: Iterable[float]) -> str:
     """Format mean ± sample standard deviation over seeds; with one seed, only the mean.
 
-    >>> plus_minus({1: 0.7, 2: 0.8, 3: 0.9}), plus_minus({1: 0.7}), plus_minus({})
+    >>> plus_minus([0.7, 0.8, 0.9]), plus_minus([0.7]), plus_minus([])
     ('0.800 ± 0.100', '0.700', '')
     """
-    if not values:
+    if not (known := list(values)):
         return ""
-    figure = fold(list(values.values()))
+    figure = fold(known)
     return f"{figure.mean:.3f}" + ("" if figure.std is None else f" ± {figure.std:.3f}")
 
 
-def rows_of_tests(first: Case, others: Sequence[Case], name: str) -> list[tuple[str, str, str, str]]:
-    """For each case: seeds in common with ``first``, mean difference, p of the t-test, p of Wilcoxon's test.
+def rows_of_tests(found: Sequence[Paired | None]) -> list[tuple[str, str, str, str]]:
+    """For each pair of cases: seeds in common, mean difference, p of the t-test, p of Wilcoxon's test.
 
     The mean difference has its 95% interval over seeds. The p-values of the t-tests are adjusted by Holm's
     method. Undefined cells are empty.
     """
-    found = [paired(case, first, name) for case in others]
     known = [each.t for each in found if each and each.t is not None]
     adjusted = iter(holm(known))
     rows = []

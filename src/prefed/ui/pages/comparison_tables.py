@@ -12,6 +12,7 @@ from prefed.runs.metrics import REWARDED
 from prefed.runs.record import RunRecord, judged_of
 from prefed.runs.seed_groups import ACCURACIES, by_seed
 from prefed.ui.pages.comparison_data import (
+    NAMES,
     Compared,
     differences,
     few_seeds,
@@ -48,7 +49,6 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
     """Print tables and notes. On a narrow terminal, letters replace the runs' names."""
     compared = Compared(tuple(runs))
     names, shown = compared.labels, compared.names
-    tested = shown[: compared.comparable]
     endless = console.options.update(max_width=10_000)
 
     def room(tables: Sequence[Table]) -> bool:
@@ -68,8 +68,8 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
     for table in (*_of_runs(compared, names), differing, *_over_seeds(compared, shown)):
         if table is not None:
             console.print(terminal(table))
-    if any(len(case.runs) > 1 for case in compared.cases[: len(tested)]):
-        console.print(few_seeds(compared.cases[: len(tested)]), markup=False, soft_wrap=True)
+    if any(len(case.runs) > 1 for case in compared.comparable):
+        console.print(few_seeds(compared.comparable), markup=False, soft_wrap=True)
     for name, run in zip(names, runs, strict=True):
         if run.unlisted:
             console.print(f"{name}: {run.unlisted}", markup=False, soft_wrap=True)
@@ -94,10 +94,13 @@ def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
 def _over_seeds(compared: Compared, names: Sequence[str]) -> list[Table]:
     if not compared.several_seeds:
         return []
-    last = compared.comparable
     whole = cases_table(compared, names, brief=True)
+    rows = whole.rows[: len(compared.comparable)]
     tests = [tests_table(compared, name, names) for name in ACCURACIES]
-    return [replace(whole, rows=whole.rows[:last]), *(table for table in tests if table.rows)]
+    return [
+        replace(whole, rows=rows),
+        *(table for table in tests if table.rows),
+    ]
 
 
 def runs_table(compared: Compared, names: Sequence[str]) -> Table:
@@ -124,7 +127,7 @@ def cases_table(compared: Compared, names: Sequence[str], *, brief: bool = False
     metrics = [each for each in _columns(compared) if not brief or each[1] in ACCURACIES]
     rows = []
     for name, case in zip(names, compared.cases, strict=True):
-        cells = [plus_minus(by_seed(case, metric, of)) for _, metric, of in metrics]
+        cells = [plus_minus(by_seed(case, metric, of).values()) for _, metric, of in metrics]
         if brief:
             rows.append((name, [str(len(case.runs)), *cells]))
             continue
@@ -149,14 +152,12 @@ def _columns(compared: Compared) -> list[tuple[str, str, str]]:
 
 def tests_table(compared: Compared, name: str, names: Sequence[str]) -> Table:
     """Paired tests of each comparable case against the reference case."""
-    first = compared.reference
-    others = [k for k in range(compared.comparable) if k != first]
-    tests = rows_of_tests(compared.cases[first], [compared.cases[k] for k in others], name)
+    first, tests = compared.reference, compared.paired(name)
+    others = [k for k in range(len(tests)) if k != first]
+    rows = rows_of_tests([tests[k] for k in others])
     heads = ["case", "seeds in common", "mean difference, 95% interval", "paired t-test, p", "Wilcoxon, p"]
-    caption = (
-        f"{compared.accuracies[name].capitalize()}, mean over clients: each case against {names[first]}."
-    )
-    return Table(caption, heads, [(names[k], cells) for k, cells in zip(others, tests, strict=True)])
+    caption = f"{NAMES[name].capitalize()}, mean over clients: each case against {names[first]}."
+    return Table(caption, heads, [(names[k], cells) for k, cells in zip(others, rows, strict=True)])
 
 
 def reward_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:

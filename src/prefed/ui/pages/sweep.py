@@ -69,10 +69,10 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
     first = ["untouched model", "", "", *("" for _ in paper)]
     for _, key in columns:
         before = key.replace("preference_accuracy", "baseline_accuracy")
-        first.append("" if before == key else plus_minus(dict(enumerate(outcomes[0][before]))))
+        first.append("" if before == key else plus_minus(outcomes[0][before]))
     lines = [[*first, "", ""]]
     for each in sorted(outcomes, key=lambda each: -statistics.mean(each["preference_accuracy.mean"])):
-        figures = [plus_minus(dict(enumerate(each[key]))) if each.get(key) else "" for _, key in columns]
+        figures = [plus_minus(each.get(key, ())) for _, key in columns]
         theirs = [_paper(each) for _ in paper]
         lines.append([each["text"], *_rate(each), *theirs, *figures, _sent(each["bytes"]), _code(each)])
     return _table([*head, "MB sent", "commit"], lines)
@@ -198,10 +198,10 @@ def sentence(chosen: Chosen) -> str:
     text = f"{where}{best.name} ({', '.join(f'{k} = {v}' for k, v in best.texts.items())}) was selected from "
     text += f"{pluralize(len(chosen.among), 'combination', 'combinations')}. "
     text += f"It has the highest {table.judge.replace('_', ' ')} on "
-    text += f"validation pairs, mean over clients and {seeds}: {plus_minus(metrics)}."
+    text += f"validation pairs, mean over clients and {seeds}: {plus_minus(metrics.values())}."
     if len(chosen.among) > 1:
         second, others = chosen.among[1]
-        text += f" The runner-up is {second.combination.name}: {plus_minus(others)}."
+        text += f" The runner-up is {second.combination.name}: {plus_minus(others.values())}."
         if fold(list(others.values())).mean == fold(list(metrics.values())).mean:
             text += " They are equal, so the one given first was selected."
     for key in chosen.at_end_of:
