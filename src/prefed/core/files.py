@@ -162,6 +162,20 @@ def write_error(path: Path, size: int, error: Exception) -> WriteError:
     return result
 
 
+def read_lines(path: Path) -> list[str]:
+    """Read a text file in UTF-8, with or without a byte order mark, as lines without their ends.
+
+    Raises:
+        ValueError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text("utf-8-sig").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text; save it as UTF-8") from None
+
+
 def folder_size(folder: Path) -> int:
     """Return the number of bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -240,7 +240,7 @@ def _findings(
 
 def _flipped(config: DataConfig, assignment: Assignment, ids: list[str]) -> set[str]:
     """Return the clients with chosen and rejected swapped by either the partition or ``flip``, not both."""
-    flipped = {name for name, flip in zip(assignment.ids, assignment.flipped, strict=True) if flip}
+    flipped = {*assignment.flipped}
     for name in config.flip:
         if name not in ids:
             raise DataError(f"[data] flip: no client {name!r}{did_you_mean(name, ids)}")

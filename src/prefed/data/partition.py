@@ -258,12 +258,12 @@ class Assignment:
     Attributes:
         ids: client ids.
         client: ``int64 [n]``, index into ``ids``; −1 for a row without a client.
-        flipped: ``bool [clients]``, true for clients with chosen and rejected swapped.
+        flipped: clients with chosen and rejected swapped.
     """
 
     ids: tuple[str, ...]
     client: NDArray[np.int64]
-    flipped: NDArray[np.bool_]
+    flipped: frozenset[str] = frozenset()
 
 
 def partition_value(partition: Partition, record: Record, source: str | None) -> str:
@@ -309,7 +309,7 @@ def natural_partition(partition: Partition, table: RowTable) -> Assignment | Non
         client_of = {name: k for k, name in enumerate(ids)}
     of_value = np.array([client_of.get(value, -1) for value in table.values], dtype=np.int64)
     client = np.where(table.usable, of_value[table.value], -1)
-    return Assignment(tuple(ids), client, np.zeros(len(ids), dtype=np.bool_))
+    return Assignment(tuple(ids), client)
 
 
 def client_names(partition: Partition, values: Sequence[str]) -> list[str] | None:
@@ -378,8 +378,7 @@ def assign_clients(partition: Partition, table: RowTable, key: Key) -> Assignmen
                 client[rows] = margin_partition(table.margin[rows], weight, least=least)
             else:
                 client[rows] = iid_partition(len(rows), weight, key.at(name), least=least)
-    ids = _numbered("client", partition.clients)
-    return Assignment(ids, client, np.zeros(len(ids), dtype=np.bool_))
+    return Assignment(_numbered("client", partition.clients), client)
 
 
 def _conflict(partition: Conflict, table: RowTable, key: Key) -> Assignment:
@@ -396,8 +395,7 @@ def _conflict(partition: Conflict, table: RowTable, key: Key) -> Assignment:
         client[rows] = conflict_partition(kind, weight, partition.ratio, role_key, least=least)
     first = first_kind_count(partition.clients, partition.ratio)
     ids = (*_numbered(kinds[0], first), *_numbered(kinds[1], partition.clients - first))
-    flipped = (np.arange(partition.clients) >= first) & partition.flip
-    return Assignment(ids, client, flipped)
+    return Assignment(ids, client, frozenset(ids[first:] if partition.flip else ()))
 
 
 def _dirichlet(partition: Dirichlet, table: RowTable, key: Key, client: NDArray[np.int64]) -> None:

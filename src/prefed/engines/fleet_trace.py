@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from prefed.core import files
 from prefed.core.text import did_you_mean
 
 _NUMBERS = ("start", "end", "seconds", "network", "dropout")
@@ -53,7 +54,8 @@ def read_trace(
             no row. The message names the file, line and client.
     """
     windows: dict[str, list[tuple[Window, int]]] = {client: [] for client in usual}
-    for number, row in _rows(path):
+    rows = _json_rows if path.suffix in (".jsonl", ".ndjson") else _csv_rows
+    for number, row in rows(path, files.read_lines(path)):
         where = f"{path}, line {number}"
         client = "" if row.get("client") is None else str(row["client"])
         if not client:
@@ -103,18 +105,8 @@ def _window(row: Mapping[str, Any], usual: Window, period: float | None, where: 
     return Window(**values)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield each row with its line number."""
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text: save it as UTF-8") from None
-    yield from _json_rows(path, lines) if path.suffix in (".jsonl", ".ndjson") else _csv_rows(path, lines)
-
-
 def _csv_rows(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield each row with its line number."""
     reader = csv.DictReader(lines, skipinitialspace=True)
     for row in reader:
         if None in row or None in row.values():

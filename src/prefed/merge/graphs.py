@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core import Key
+from prefed.core import Key, files
 from prefed.core.lazy import np
 from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean, pluralize
@@ -173,28 +173,17 @@ def draw_graph(config: GraphConfig, clients: Sequence[str], key: Key) -> Graph:
         return read_edges(Path(config.file), clients)
     if nodes == 1:
         return Graph.of(1, [])
-    if config.name == "path":
-        made = nx.path_graph(nodes)
-    elif config.name == "ring":
-        made = nx.cycle_graph(nodes)
-    elif config.name == "star":
-        made = nx.star_graph(nodes - 1)
-    elif config.name == "complete":
-        made = nx.complete_graph(nodes)
-    elif config.name == "torus":
-        made = nx.grid_2d_graph(*_sides(nodes), periodic=True)
-    elif config.name == "hypercube":
-        if nodes & (nodes - 1):
-            low = 1 << nodes.bit_length() - 1
-            raise ValueError(
-                f"a hypercube of {nodes} clients does not exist; use {low} or {2 * low} clients, or graph "
-                "'exponential'"
-            )
-        made = nx.hypercube_graph(nodes.bit_length() - 1)
-    elif config.name == "exponential":
-        made = nx.circulant_graph(nodes, [1 << k for k in range((nodes - 1).bit_length())])
-    else:
-        made = nx.fast_gnp_random_graph(nodes, config.probability, seed=key.number())
+    makers: dict[str, Callable[[], Any]] = {
+        "path": lambda: nx.path_graph(nodes),
+        "ring": lambda: nx.cycle_graph(nodes),
+        "star": lambda: nx.star_graph(nodes - 1),
+        "complete": lambda: nx.complete_graph(nodes),
+        "torus": lambda: nx.grid_2d_graph(*_sides(nodes), periodic=True),
+        "hypercube": lambda: nx.hypercube_graph(_dimension(nodes)),
+        "exponential": lambda: nx.circulant_graph(nodes, [1 << k for k in range((nodes - 1).bit_length())]),
+        "erdos_renyi": lambda: nx.fast_gnp_random_graph(nodes, config.probability, seed=key.number()),
+    }
+    made = makers[config.name]()
     # The nodes of a torus and of a hypercube are coordinates, numbered in sorted order.
     number = {node: index for index, node in enumerate(sorted(made))}
     return Graph.of(nodes, [(number[a], number[b]) for a, b in made.edges])
@@ -210,6 +199,17 @@ def _sides(nodes: int) -> tuple[int, int]:
     return side, nodes // side
 
 
+def _dimension(nodes: int) -> int:
+    """Return the dimension of the hypercube with this number of nodes."""
+    dimension = nodes.bit_length() - 1
+    if nodes != 1 << dimension:
+        raise ValueError(
+            f"a hypercube of {nodes} clients does not exist; use {1 << dimension} or {2 << dimension} "
+            "clients, or graph 'exponential'"
+        )
+    return dimension
+
+
 def read_edges(path: Path, clients: Sequence[str]) -> Graph:
     """Read a list of edges: two clients per line, separated by a comma, a tab or spaces; # starts a comment.
 
@@ -219,7 +219,7 @@ def read_edges(path: Path, clients: Sequence[str]) -> Graph:
     """
     index = {client: number for number, client in enumerate(clients)}
     edges = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(files.read_lines(path), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
@@ -239,15 +239,6 @@ def read_edges(path: Path, clients: Sequence[str]) -> Graph:
             raise ValueError(f"{where}: {names[0]!r} cannot be its own neighbour; remove the line")
         edges.append((index[names[0]], index[names[1]]))
     return Graph.of(len(clients), edges)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text("utf-8-sig").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text; save it as UTF-8") from None
 
 
 def draw_matching(graph: Graph, key: Key) -> Graph:

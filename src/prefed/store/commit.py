@@ -98,15 +98,8 @@ def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
             raise StoreError(
                 f"{path} has format {content['format']}, not {FORMAT}: use the prefed that wrote it"
             )
-        return Commit(
-            round=content["round"],
-            totals=content["totals"],
-            fingerprint=content["fingerprint"],
-            settings=content["settings"],
-            digests=Digests(**content["digests"]),
-            private=content["private"],
-            best=content.get("best"),
-        )
+        fields = {name: content[name] for name in ("round", "totals", "fingerprint", "settings", "private")}
+        return Commit(**fields, digests=Digests(**content["digests"]), best=content.get("best"))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:

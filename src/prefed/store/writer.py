@@ -221,12 +221,11 @@ class RunWriter:
         ``personal`` holds figures from private states, with all digits. They go to
         ``checkpoint/personal.json``, which only its owner may read. So may ``tastes.json``, with ``tastes``.
         """
-        if tastes:
-            text = json.dumps(plain(tastes), indent=1, allow_nan=False)
-            files.write(self.path / "tastes.json", text.encode() + b"\n", mode=0o600)
-        if personal:
-            text = json.dumps(plain(personal), indent=1, allow_nan=False)
-            files.write(self._folder / "personal.json", text.encode() + b"\n", mode=0o600)
+        private = {self.path / "tastes.json": tastes, self._folder / "personal.json": personal}
+        for path, content in private.items():
+            if content:
+                text = json.dumps(plain(content), indent=1, allow_nan=False)
+                files.write(path, text.encode() + b"\n", mode=0o600)
         text = json.dumps(plain(summary), indent=2, allow_nan=False)
         files.write(self.path / "summary.json", text.encode() + b"\n")
 

@@ -30,10 +30,6 @@ _WIDE = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 """Byte order marks. Longer ones come first, since a shorter one is the beginning of a longer one."""
-_SPLIT_NAMES = {"train", "validation", "test"}
-"""Keys of a JSON object that are splits, not clients."""
-_LONGEST_FIELD = 1 << 28
-"""Maximum length of a CSV field, which may contain a long dialogue. The default of ``csv`` is 131,072."""
 
 
 def read_rows(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
@@ -232,7 +228,8 @@ def _has_clients(line: str) -> bool:
 
 def _is_by_client(value: Any) -> bool:
     """Whether a value has lists of rows by client, as opposed to a row with lists of messages."""
-    if not isinstance(value, dict) or len(value) < 2 or value.keys() & _SPLIT_NAMES:
+    # The keys may also be splits.
+    if not isinstance(value, dict) or len(value) < 2 or value.keys() & {"train", "validation", "test"}:
         return False
     lists = all(isinstance(rows, list) for rows in value.values())
     rows = [row for rows in value.values() for row in rows] if lists else []
@@ -244,7 +241,8 @@ def _is_by_client(value: Any) -> bool:
 def _csv(
     path: Path, encoding: str, errors: ErrorCollector, separator: str = ","
 ) -> Iterator[tuple[Row, RowLocation]]:
-    csv.field_size_limit(_LONGEST_FIELD)
+    # A field may contain a long dialogue. The default limit is 131,072 characters.
+    csv.field_size_limit(1 << 28)
     line = 0
     # Such a line may be part of a quoted field, so its whole row is dropped.
     undecodable: list[tuple[RowLocation, str]] = []

@@ -65,10 +65,6 @@ class Format:
         return found if isinstance(found, list) else [found]
 
 
-_NO_TEXT = "EMPTY STRING"
-"""PRISM's placeholder for a response without text (``process_text`` in its repository)."""
-
-
 def best_and_worst(rated: Iterable[tuple[Any, float | None]]) -> tuple[Any, Any, float] | None:
     """Return the responses with the highest and the lowest rating, and the difference of their ratings.
 
@@ -145,7 +141,8 @@ def _prism(row: Row) -> list[RawPair | None]:
         rated = [
             (text_at(entry, "content"), parse_number(entry.get("score"), "score")) for entry in responses
         ]
-        pair = best_and_worst((text, score) for text, score in rated if text != _NO_TEXT)
+        # PRISM's placeholder for a response without text, see process_text in its repository.
+        pair = best_and_worst((text, score) for text, score in rated if text != "EMPTY STRING")
         if pair is None:
             pairs.append(None)
         else:

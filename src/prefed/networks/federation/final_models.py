@@ -117,10 +117,7 @@ class Published:
 
     def _index(self) -> dict[str, Any]:
         path = self._folder / _INDEX
-        try:
-            return files.loads_with_digest(path.read_bytes()) if path.exists() else {}
-        except files.DamagedError as error:
-            raise StoreError(f"{path} is damaged: {error}; restore it from a copy") from error
+        return _intact(path) if path.exists() else {}
 
 
 def take_in(
@@ -183,7 +180,7 @@ def export_client(
     silence_transformers()
     state = Path(config.state)
     place = _run_folder(state, run)
-    order = _order(place)
+    order = _intact(place / "order.json")
     name = _reported_name(order["names"], client)
     published = Published(place)
     if name not in published.clients():
@@ -226,8 +223,8 @@ def _run_folder(state: Path, name: str) -> Path:
     return ended[max(ended)]
 
 
-def _order(place: Path) -> dict[str, Any]:
-    path = place / "order.json"
+def _intact(path: Path) -> dict[str, Any]:
+    """The contents of a JSON file, checked against its digest."""
     try:
         return files.loads_with_digest(path.read_bytes())
     except files.DamagedError as error:
