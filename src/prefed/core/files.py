@@ -187,6 +187,17 @@ def private_folder(folder: Path) -> None:
     folder.chmod(0o700)
 
 
+def is_running(process: int) -> bool:
+    """Return whether a process with this id runs on this machine."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def truncate(path: Path, size: int) -> None:
     """Truncate ``path`` to ``size`` bytes. Raises as :func:`write`, and if ``path`` is a link."""
     if path.is_symlink():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,6 +212,20 @@ class FederatedDataset:
         none = np.zeros(0, np.int64)
         clients = {name: ClientData(name, none, none, none) for name in sizes}
         return cls(clients, sizes, TokenSet.empty(), frozenset(), RowCounts(), "")
+
+    def renamed(self, names: Mapping[str, str]) -> FederatedDataset:
+        """Return the dataset with only the clients in ``names``: client → its new name."""
+        clients = {new: replace(self.clients[old], id=new) for old, new in names.items()}
+        return replace(self, clients=clients, sizes={new: self.sizes[old] for old, new in names.items()})
+
+    def among(self, members: Iterable[str], held_out: int) -> FederatedDataset:
+        """Return the dataset with the names of all ``members`` of a federation.
+
+        Sizes of the others are unknown: each gets one training pair, and ``held_out`` validation and test
+        pairs.
+        """
+        others = {name: ClientSizes(1, held_out, held_out) for name in members}
+        return replace(self, sizes={**others, **self.sizes})
 
     @property
     def has_pairs(self) -> bool:

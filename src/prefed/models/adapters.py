@@ -88,23 +88,14 @@ def _clean_up(folder: Path) -> None:
     """Clean up after killed processes that wrote ``folder``, and restore an ``.old`` folder."""
     for leftover in folder.parent.glob(f"{glob.escape(folder.name)}.*"):
         number, _, end = leftover.name.removeprefix(f"{folder.name}.").partition(".")
-        if end not in ("partial", "old") or not number.isdecimal() or _is_running(int(number)):
+        if end not in ("partial", "old") or not number.isdecimal():
+            continue
+        if int(number) != os.getpid() and files.is_running(int(number)):
             continue
         if end == "old" and not folder.exists():
             leftover.rename(folder)
         else:
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    """Return whether another process with this id is running on this machine."""
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return process != os.getpid()
 
 
 def save_adapter(

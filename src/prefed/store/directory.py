@@ -142,13 +142,7 @@ def at_work(run: Path) -> bool:
     match = re.fullmatch(r"process (\d+) on (.*)", text.strip())
     if match is None or match[2] != socket.gethostname():
         return True
-    try:
-        os.kill(int(match[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return files.is_running(int(match[1]))
 
 
 def _near(path: Path) -> str:

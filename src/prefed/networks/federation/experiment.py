@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import make_absolute, override, parse_toml, read_toml
 from prefed.config.table import load_cell
 from prefed.core import files
-from prefed.data import ClientSizes, DataMismatchError, FederatedDataset
+from prefed.data import DataMismatchError, FederatedDataset
 from prefed.engines import Job, JobFactory
 from prefed.networks.federation.config import OWN_DATA, SiteConfig
 from prefed.runs.build import assemble_job, build_data, build_trainers
@@ -150,25 +149,6 @@ def reported_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes)
     }
 
 
-def member_dataset(
-    dataset: FederatedDataset, names: Mapping[str, str], members: Sequence[str], least: int
-) -> FederatedDataset:
-    """The site's dataset with the reported names, plus the names of all other members of the federation.
-
-    Sizes of other sites' clients are unknown: they get one training pair and enough held-out pairs to be
-    evaluated.
-
-    Args:
-        names: client → the name reported to the hub.
-        least: ``[privacy] minimum_pairs``.
-    """
-    some = max(1, least)
-    clients = {reported: replace(dataset.clients[name], id=reported) for name, reported in names.items()}
-    own = {reported: dataset.sizes[name] for name, reported in names.items()}
-    others = {name: ClientSizes(1, some, some) for name in members}
-    return replace(dataset, clients=clients, sizes={**others, **own})
-
-
 def site_factory(
     experiment: Experiment, folder: Path, names: Mapping[str, str], members: Sequence[str]
 ) -> JobFactory:
@@ -197,7 +177,8 @@ def build_site_job(arguments: str) -> Job:
     experiment = Experiment.parse(order["experiment"])
     folder = Path(order["folder"])
     dataset = own_dataset(experiment, folder)
-    least = experiment.privacy.minimum_pairs
-    among = member_dataset(dataset, order["names"], order["members"], least)
+    # The others' clients have enough held-out pairs to be evaluated.
+    least = max(1, experiment.privacy.minimum_pairs)
+    among = dataset.renamed(order["names"]).among(order["members"], least)
     trainers = build_trainers(experiment, among, folder / "reference")
     return assemble_job(experiment, trainers)

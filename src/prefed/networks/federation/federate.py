@@ -27,6 +27,7 @@ from prefed.networks.federation.messages import PACKAGES, Joined, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
+from prefed.runs.record import read_summary
 from prefed.runs.run import conclude, with_answers
 from prefed.runs.start_or_resume import commit_start, digests_of, open_run, reconcile
 from prefed.store import RunWriter
@@ -175,8 +176,7 @@ def _run(
         backend.publish(writer.round, lambda client: encode(job.method.publish(server, client)))
     for site in present:
         sites.leave(site)
-    summary: Summary = json.loads((writer.path / "summary.json").read_text("utf-8"))
-    return summary
+    return read_summary(writer.path / "summary.json")
 
 
 @dataclass(frozen=True)

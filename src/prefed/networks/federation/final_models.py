@@ -22,7 +22,7 @@ from prefed.data import FederatedDataset
 from prefed.data.dataset import CLIENTS, read_manifest
 from prefed.models.quiet_libraries import silence_transformers
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.experiment import member_dataset, started_experiment
+from prefed.networks.federation.experiment import started_experiment
 from prefed.networks.federation.limits import RefusalError
 from prefed.networks.federation.messages import Publish, check_download
 from prefed.networks.federation.vault import Vault, site_secret
@@ -187,10 +187,11 @@ def export_client(
         raise RunError(f"run {place.name}: {NOT_SENT}")
     given, message = published.read(name)
     private = _private(place, name, given, order["round"])
-    experiment, names, members = started_experiment(order, config), order["names"], order["members"]
+    experiment = started_experiment(order, config)
     with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as scratch:
         pairs = _pairs(experiment, order["data"], state / "cache", Path(scratch, "data"))
-        among = member_dataset(pairs, names, members, experiment.privacy.minimum_pairs)
+        least = max(1, experiment.privacy.minimum_pairs)
+        among = pairs.renamed(order["names"]).among(order["members"], least)
         # No cache of log-probabilities: `prefed site` may be writing it at the same time.
         trainers = build_trainers(experiment, among, None)
         if trainers.fingerprint["model"] != given.model:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from prefed.core import Callback, files
 from prefed.core.records import Summary
 from prefed.core.strict_settings import flatten
 from prefed.core.text import did_you_mean
-from prefed.data import ClientSizes, FederatedDataset
+from prefed.data import FederatedDataset
 from prefed.engines import InProcess
 from prefed.merge.mixing import Topology
 from prefed.networks.peers.heartbeat import PeerError
@@ -25,6 +24,7 @@ from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.rounds import PeerRounds
 from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
 from prefed.runs.data_notices import announce, left_out_table
+from prefed.runs.record import read_summary
 from prefed.runs.run import conclude
 from prefed.runs.start_or_resume import (
     build_in_cache,
@@ -105,7 +105,7 @@ def _run(
     meeting.agree("settings", {"format": FORMAT, **_shared(experiment)})
     _go_back(meeting, writer)
     alone = of_peer(experiment)
-    pairs = among(own_pairs(dataset, source, name), sorted(ranks))
+    pairs = dataset.renamed({source: name}).among(sorted(ranks), 0)
     job = assemble_job(alone, build_trainers(alone, pairs, writer.path / "cache" / "reference"))
     digests = digests_of(experiment, job)
     common = {what: digest for what, digest in digests.items() if what != "data"}
@@ -123,8 +123,7 @@ def _run(
     sizes = {name: pairs.sizes[name]._asdict()}
     about = {"clients": sizes, "data": left_out_table(dataset.row_counts)}
     conclude(job, writer, own, profiles, callback, peer=name, peers=list(job.members), **about)
-    summary: Summary = json.loads((writer.path / "summary.json").read_text("utf-8"))
-    return summary
+    return read_summary(writer.path / "summary.json")
 
 
 def _check(experiment: Experiment) -> None:
@@ -198,21 +197,6 @@ def _mixing(topology: Topology, number: int) -> str:
     matrix.sort_indices()
     parts = (matrix.indptr.astype("<i8"), matrix.indices.astype("<i8"), matrix.data.astype("<f8"))
     return files.digest(b"".join(part.tobytes() for part in parts))
-
-
-def own_pairs(dataset: FederatedDataset, client: str, name: str) -> FederatedDataset:
-    """The dataset with only ``client``, renamed to ``name``."""
-    data, sizes = replace(dataset.clients[client], id=name), dataset.sizes[client]
-    return replace(dataset, clients={name: data}, sizes={name: sizes})
-
-
-def among(dataset: FederatedDataset, members: Sequence[str]) -> FederatedDataset:
-    """The dataset of one client, plus the names of all other members of the federation.
-
-    Sizes of the others are unknown: each gets one training pair and no held-out pairs.
-    """
-    others = {name: ClientSizes(1, 0, 0) for name in members}
-    return replace(dataset, sizes={**others, **dataset.sizes})
 
 
 def choose(members: Sequence[str], rank: int, peers: int, asked: str | None) -> tuple[str, str]:
