@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from prefed.config.errors import ConfigError, explain
+from prefed.config.errors import ConfigError, validate
 from prefed.config.file import override
 from prefed.core import Objective
 from prefed.core.strict_settings import StrictModel
@@ -201,10 +201,7 @@ def align_settings(
     _drop_conflicts(tables["align"], {keys[1] for keys in origins if keys[0] == "align" and len(keys) > 1})
     if "prompts" not in tables["align"]:
         raise ConfigError(f"{folder}: no [align] table: name the server's prompts with --prompts FILE")
-    try:
-        return _Tables.model_validate(tables).align
-    except ValidationError as error:
-        raise ConfigError(explain(error, _Tables, tables, f"[align] of {file or folder}", origins)) from None
+    return validate(_Tables, tables, f"[align] of {file or folder}", origins).align
 
 
 def _drop_conflicts(table: dict[str, Any], given: Set[str]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, get_args
+from types import MappingProxyType
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -40,6 +41,26 @@ _OTHER_NAMES = {
     "seed": "random_seed",
 }
 """Key of an experiment → its names in other tools."""
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def validate(
+    root: type[M],
+    tree: Mapping[str, Any],
+    where: str,
+    origins: Mapping[tuple[str, ...], str] = MappingProxyType({}),
+) -> M:
+    """Validate nested tables; the arguments are those of :func:`explain`.
+
+    Raises:
+        ConfigError: a key or a value is invalid; the message has one line per problem.
+    """
+    try:
+        return root.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(explain(error, root, tree, where, origins)) from None
 
 
 def explain(

@@ -12,9 +12,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from prefed.config.errors import ConfigError, explain
+from prefed.config.errors import ConfigError, validate
 from prefed.config.experiment import Experiment
 from prefed.config.file import make_absolute, override, parse_override, read_toml
 from prefed.core.strict_settings import StrictModel
@@ -181,10 +181,7 @@ def load_table(path: Path) -> Table:
     tree = _read(path, ())
     if "rows" not in tree and "method" in tree:
         raise ConfigError(f"{path} is one experiment, not a table; run it with `prefed run {path}`")
-    try:
-        return Table.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(explain(error, Table, tree, str(path), {})) from None
+    return validate(Table, tree, str(path))
 
 
 def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Experiment:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
-from prefed.config.errors import ConfigError, explain
+from prefed.config.errors import ConfigError, validate
 from prefed.config.file import make_absolute, read_toml
 from prefed.config.settings import method_kind
 from prefed.core.strict_settings import StrictModel
@@ -169,10 +169,7 @@ class SiteConfig(StrictModel):
         model = tables.get("model")
         if isinstance(model, dict):
             make_absolute({"method": model}, (path.parent,))
-        try:
-            config = cls.model_validate(tables)
-        except ValidationError as error:
-            raise ConfigError(explain(error, cls, tables, str(path), {})) from None
+        config = validate(cls, tables, str(path))
         folders = {key: str((path.parent / getattr(config, key)).resolve()) for key in ("kit", "state")}
         config = config.model_copy(update=folders)
         config._where = str(path)

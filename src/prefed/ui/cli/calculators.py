@@ -77,9 +77,7 @@ def read_constants(
     Raises:
         ConfigError: unknown constant, or a value out of range.
     """
-    from pydantic import ValidationError
-
-    from prefed.config.errors import ConfigError, explain
+    from prefed.config.errors import ConfigError, validate
     from prefed.config.file import override, read_toml
     from prefed.theory import Constants
 
@@ -88,13 +86,11 @@ def read_constants(
     tables: dict[str, Any] = read_toml(file) if file else {}
     origins = override(tables, overrides, Path())
     tables = {**found, **tables}
-    try:
-        constants = Constants.model_validate(tables)
-        if graph is None:
-            return constants
-        return Constants.model_validate({**tables, "rho": rho_of(graph, constants.clients)})
-    except ValidationError as error:
-        raise ConfigError(explain(error, Constants, tables, str(file or "prefed theory"), origins)) from None
+    where = str(file or "prefed theory")
+    constants = validate(Constants, tables, where, origins)
+    if graph is None:
+        return constants
+    return validate(Constants, {**tables, "rho": rho_of(graph, constants.clients)}, where, origins)
 
 
 def rho_of(graph: str, clients: int) -> float:

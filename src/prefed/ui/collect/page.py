@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from prefed.data import Prompt
 from prefed.ui.collect.session import STRENGTHS, Session
+from prefed.ui.templates import allowed, make_environment, source
 
 
 def state_of(session: Session) -> str:
@@ -98,10 +97,6 @@ TITLES = {
 @cache
 def policy() -> str:
     """The content security policy, which allows only the page's own style and script, by digest."""
-
-    def allowed(text: str) -> str:
-        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
     assets = _assets()
     return "; ".join(
         (
@@ -119,22 +114,13 @@ def policy() -> str:
 
 @cache
 def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("prefed.ui.collect"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    return make_environment("prefed.ui.collect", autoescape=True)
 
 
 @cache
 def _assets() -> dict[str, Any]:
-    environment = _environment()
-    loader = environment.loader
-    assert loader is not None
     files = {"css": "collect.css", "script": "collect.js"}
-    return {name: Markup(loader.get_source(environment, file)[0]) for name, file in files.items()}
+    return {name: Markup(source(_environment(), file)) for name, file in files.items()}
 
 
 def _render(**values: Any) -> str:

@@ -8,11 +8,8 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from prefed.core.strict_settings import flatten
 from prefed.core.text import pluralize, printable, printable_lines, size
@@ -25,6 +22,7 @@ from prefed.runs.start_or_resume import is_place
 from prefed.train.metrics import mean_interval
 from prefed.ui.pages.tables import setting
 from prefed.ui.pages.terminal import privacy_line
+from prefed.ui.templates import make_environment
 
 SETTINGS = (
     *("objective", "beta", "optimizer", "lr", "clip", "batch_size", "epochs", "held_out"),
@@ -87,25 +85,29 @@ def model_card(
     )
     kind, method = METHODS.get(run.method), printable(run.method)
     source = kind.source if kind else "not a method of this version"
-    text = _template().render(
-        title=repo or f"{method} on {base or 'a local model'}",
-        base=base or f"`{printable(name)}`, a local folder",
-        method=method,
-        method_title=kind.title if kind else method,
-        source=source,
-        made=printable(
-            ", ".join(f"{n} {v}" for n, v in run.summary.get("versions", {}).items() if n != "python")
-        ),
-        code="\n".join(
-            export.code(repo or FOLDER, base or Path(export.model.name).name, hub=repo is not None)
-        ),
-        cost=_cost(run),
-        noise=privacy_line(run.summary["privacy"]) if "privacy" in run.summary else "",
-        licence=f"{printable(licence)}{whose}."
-        if licence
-        else "Not specified. Choose a licence before you share the model.",
-        citation=_citation(source),
-        **content,
+    text = (
+        make_environment("prefed.ui.pages", autoescape=False)
+        .get_template("card.md")
+        .render(
+            title=repo or f"{method} on {base or 'a local model'}",
+            base=base or f"`{printable(name)}`, a local folder",
+            method=method,
+            method_title=kind.title if kind else method,
+            source=source,
+            made=printable(
+                ", ".join(f"{n} {v}" for n, v in run.summary.get("versions", {}).items() if n != "python")
+            ),
+            code="\n".join(
+                export.code(repo or FOLDER, base or Path(export.model.name).name, hub=repo is not None)
+            ),
+            cost=_cost(run),
+            noise=privacy_line(run.summary["privacy"]) if "privacy" in run.summary else "",
+            licence=f"{printable(licence)}{whose}."
+            if licence
+            else "Not specified. Choose a licence before you share the model.",
+            citation=_citation(source),
+            **content,
+        )
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
 
@@ -342,16 +344,3 @@ def _citation(source: str) -> str:
     numbers = re.findall(r"arXiv:(\d+\.\d+)", source)
     links = ", ".join(f"[arXiv:{number}](https://arxiv.org/abs/{number})" for number in numbers)
     return f"The method is from {source}{': ' + links if links else ''}. Please cite this paper and prefed."
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("prefed.ui.pages"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    return environment.get_template("card.md")

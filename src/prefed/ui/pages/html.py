@@ -6,19 +6,16 @@ script, by digest, and no external resources.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from prefed.core.text import printable_lines
 from prefed.ui.pages.chart import DARK, LIGHT
 from prefed.ui.pages.svg import csv_address, drawings
-
-SCRIPT = "page.js"
+from prefed.ui.templates import allowed, make_environment, source
 
 
 def render_template(template: str, /, **values: Any) -> str:
@@ -29,24 +26,14 @@ def render_template(template: str, /, **values: Any) -> str:
 @cache
 def environment() -> Environment:
     """The Jinja environment, with the script, the policy and the themes as globals."""
-    loader = PackageLoader("prefed.ui.pages")
-    made = Environment(
-        loader=loader,
-        autoescape=True,
-        finalize=_visible,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    made = make_environment("prefed.ui.pages", autoescape=True, finalize=_visible)
     made.globals |= {"light": LIGHT, "dark": DARK, "drawings": drawings, "csv_address": csv_address}
-    script = loader.get_source(made, SCRIPT)[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script = source(made, "page.js")
     made.globals["script"] = Markup(script)
     made.globals["policy"] = "; ".join(
         (
             "default-src 'none'",
-            f"script-src 'sha256-{digest}'",
+            f"script-src {allowed(script)}",
             "style-src 'unsafe-inline'",
             "img-src data:",
             "base-uri 'none'",

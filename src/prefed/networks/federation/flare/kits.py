@@ -17,9 +17,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from prefed.config.errors import ConfigError, explain
+from prefed.config.errors import ConfigError, validate
 from prefed.config.file import read_toml
 from prefed.core import files
 from prefed.core.strict_settings import StrictModel
@@ -145,10 +145,7 @@ class Project(StrictModel):
             ConfigError: the file cannot be read, or a key or value is invalid.
         """
         tables = read_toml(path, "write one with name, hub and sites as in docs/federation.md")
-        try:
-            return cls.model_validate(tables)
-        except ValidationError as error:
-            raise ConfigError(explain(error, cls, tables, str(path), {})) from None
+        return validate(cls, tables, str(path))
 
 
 @dataclass(frozen=True)
