@@ -241,7 +241,8 @@ def test_a_fleet_that_cannot_serve_is_refused():
     with pytest.raises(ValueError, match=r"^fleet .*fedamp.*'train'"):
         job({"max_delay": 1}, method="fedamp")
     job({"speeds": "exponential"}, method="fedamp")
-    with pytest.raises(FleetError, match="buffer = 7, but only 6 clients"):
+    message = r"^\[fleet\] buffer = 7: only 6 clients train, and each replies once per model: lower it$"
+    with pytest.raises(FleetError, match=message):
         job({"server": "buffered", "buffer": 7})
 
 

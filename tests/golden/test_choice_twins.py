@@ -11,7 +11,7 @@ from tests.small_models import FAMILIES, Choices, Pair, Pairs, away, backbone
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.train import PairTrainer, packed, pair_model
-from prefed.train.losses.preference import ChoiceBatch, choice
+from prefed.train.losses import ChoiceBatch, choice
 from prefed.train.packed import PackedChoices
 from prefed.train.padded import PaddedChoices
 

@@ -205,7 +205,7 @@ def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
         ("fedpdpo", {"scale_most": 0.05}, "scale_most 0.05 is below scale_least 0.1; raise it"),
         ("fedper", {"shared_layers": 0}, "greater than or equal to 1"),
         ("fedsdg", {"branch": "product"}, "'products' or 'factors'"),
-        ("feddpo", {"ppo_minibatch": 5}, "must be even, not 5"),
+        ("feddpo", {"ppo_minibatch": 5}, "ppo_minibatch\n  Input should be a multiple of 2 "),
         ("feddpo", {"objective": "pdpo"}, "objective 'pdpo' requires the reward head of method 'fedpdpo'"),
         ("feddpo", {"objective": "ppo", "objective_settings": {"klx": 1}}, "did you mean 'kl'"),
     ],

@@ -58,7 +58,7 @@ def test_settings_are_the_papers(name):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 7}, "both orders of a pair and must be even, not 7"),
+        ({"batch_size": 7}, r"batch_size\n  Input should be a multiple of 2 "),
         ({"local_steps": 3, "local_epochs": 2}, "exactly one of local_steps and local_epochs"),
         ({"objective": "dpo"}, "objective"),
     ],

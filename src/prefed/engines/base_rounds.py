@@ -141,6 +141,16 @@ class Course:
                 yield result
                 self.callback.on_task_end(what, done, of)
 
+    def upload_of(self, result: TaskResult, exchange: Exchange, now: Round) -> tuple[Upload | None, str]:
+        """Decode and validate the upload of a visit; return it, or ``None`` and the reason.
+
+        Args:
+            now: the round in which the client was asked.
+        """
+        if result.withheld:
+            return None, result.withheld
+        return read_upload(self.job, result.message, result.client, exchange, now)
+
     def warn(self, number: int, text: str) -> None:
         """Issue a warning about a round."""
         self.callback.on_warning(f"round {number}: {text}")
@@ -165,9 +175,7 @@ class Course:
 
         waiting, uploads = list(clients), dict[str, Upload]()
         for result in self.ask(DIAGNOSE, number, map(task, clients), len(clients)):
-            upload, reason = None, result.withheld
-            if not reason:
-                upload, reason = read_upload(job, result.message, result.client, job.diagnosis, now)
+            upload, reason = self.upload_of(result, job.diagnosis, now)
             if upload is None:
                 self.warn(number, f"{result.client!r} is not diagnosed: {printable_reason(reason)}")
                 waiting.remove(result.client)

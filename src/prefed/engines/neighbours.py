@@ -14,7 +14,6 @@ from prefed.core import Download, Exchange, Layout, Plain, Round, State, Tensors
 from prefed.core.wire import decode_state, encode
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
 from prefed.engines.tasks import Task, TaskResult
-from prefed.engines.validation import read_upload
 from prefed.merge.mixing import Matrix, Mixed, matrix_graph, mean_row, mix, row_norms, without_edges
 from prefed.store import NodeFile
 
@@ -172,9 +171,7 @@ class NeighbourRounds(Course):
         answers: _Answers,
     ) -> str:
         """Validate and store a client's answer, as its neighbours would; return a reason if it is invalid."""
-        if result.withheld:
-            return result.withheld
-        upload, reason = read_upload(self.job, result.message, result.client, exchange, now)
+        upload, reason = self.upload_of(result, exchange, now)
         if upload is None:
             return reason
         row = own.replace(upload.tensors[self._group]).flat

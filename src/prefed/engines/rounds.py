@@ -17,7 +17,6 @@ from prefed.engines.job import Job
 from prefed.engines.privacy import merge_noised
 from prefed.engines.simulated_fleet import ScheduledRound, Visit
 from prefed.engines.tasks import Task
-from prefed.engines.validation import read_upload
 from prefed.merge import from_newest
 
 
@@ -160,10 +159,7 @@ class ServerRounds(Course):
                 asked = _Asked(result.client, result.asked or now.number)
                 silent.remove(asked)
                 tally.bytes_up += len(result.message)
-                upload, reason = None, result.withheld
-                if not reason:
-                    then = self.job.round(asked.round)
-                    upload, reason = read_upload(self.job, result.message, result.client, exchange, then)
+                upload, reason = self.upload_of(result, exchange, self.job.round(asked.round))
                 if upload is None:
                     dropped.append((result.client, reason))
                     tally.bad += [result.client] if result.broken or not result.withheld else []

@@ -64,11 +64,6 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         scaled = model.select(fedavg.share(model, now)) * factor
         return merged.update({"model": model.replace(scaled)}, {"factor": factor})
 
-    def figures(server: State) -> dict[str, float]:
-        factor = server.values.get("factor")
-        return {**fedavg.figures(server), **({"factor": factor} if isinstance(factor, float) else {})}
-
-    train = fedavg.exchange(
-        merge=merge, figures=figures, late=fedavg.late(averages=settings.mean == "normalised")
-    )
+    late = fedavg.late(averages=settings.mean == "normalised")
+    train = fedavg.exchange(merge=merge, figures=lambda server: fedavg.figures(server, "factor"), late=late)
     return fedavg.method("fedbis", SOURCE, train)

@@ -125,12 +125,13 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         aligned = sum(weight > 0 for weight in weights.values()) / max(len(weights), 1)
         return merged.update(values={"aligned": aligned})
 
-    def figures(server: State) -> dict[str, float]:
-        aligned = server.values.get("aligned")
-        return {**fedavg.figures(server), **({"aligned": aligned} if isinstance(aligned, float) else {})}
-
     # The cosine is only defined for updates from a common starting point.
     late = fedavg.late(averages=settings.alignment == "off")
-    train = fedavg.exchange(work=partial(fedavg.work, **changes), merge=merge, figures=figures, late=late)
+    train = fedavg.exchange(
+        work=partial(fedavg.work, **changes),
+        merge=merge,
+        figures=lambda server: fedavg.figures(server, "aligned"),
+        late=late,
+    )
     profile = (lambda private: {"gate": gates(private, layout)}) if logits else None
     return fedavg.method("fedsdg", SOURCE, train, adapt=partial(fedavg.adapt, **changes), profile=profile)

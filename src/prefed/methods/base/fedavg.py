@@ -181,9 +181,15 @@ class FedAvgBase:
         """Return φ, for predictions."""
         return Download({self.group: server.tensors[self.group]})
 
-    def figures(self, server: State) -> dict[str, float]:
-        """Return metrics for the round log: those of the merge rule and the factor of a plateau schedule."""
-        return {**self.aggregator.figures(server, self.group), **lr_schedule.announce(server)}
+    def figures(self, server: State, *names: str) -> dict[str, float]:
+        """Return metrics for the round log.
+
+        They are those of the merge rule, the factor of a plateau schedule, and the values ``names`` of the
+        state that are numbers.
+        """
+        values = ((name, server.values.get(name)) for name in names)
+        more = {name: value for name, value in values if isinstance(value, float)}
+        return {**self.aggregator.figures(server, self.group), **lr_schedule.announce(server), **more}
 
     # The client
 

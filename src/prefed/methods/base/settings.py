@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,8 @@ from prefed.core import Objective, Optimizer, Phase
 from prefed.core.strict_settings import StrictModel
 from prefed.merge import lora
 from prefed.train.losses import CHOICE, OBJECTIVES, PPO, objective
+
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 PAIRWISE = tuple(name for name, loss in OBJECTIVES.items() if not loss.needs_reward)
 """Objectives that need no reward head."""
@@ -48,7 +50,7 @@ class TrainingSettings(StrictModel):
         description="state of the optimiser at the start of a visit: new, or kept on the client's disk since "
         "its last visit",
     )
-    betas: tuple[float, float] = Field(
+    betas: tuple[Decay, Decay] = Field(
         (0.9, 0.999), description="decay rates of the moment estimates of adamw and adam"
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd and rmsprop")
@@ -75,8 +77,6 @@ class TrainingSettings(StrictModel):
     def _coherent(self) -> TrainingSettings:
         if (self.local_steps is None) == (self.local_epochs is None):
             raise ValueError("set exactly one of local_steps and local_epochs")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         if self.schedule == "cosine" and self.lr_min > self.lr:
             raise ValueError(
                 f"schedule 'cosine': lr_min {self.lr_min:g} is above lr {self.lr:g}; lower lr_min"
@@ -283,16 +283,11 @@ class BaselineSettings(LocalSettings):
     )
     ppo_epochs: int = Field(4, ge=1, description="for ppo: passes over the client's pairs per local epoch")
     ppo_minibatch: int = Field(
-        4, ge=2, description="for ppo: sequences per optimiser step, two per pair, instead of batch_size"
+        4,
+        ge=2,
+        multiple_of=2,
+        description="for ppo: sequences per optimiser step, two per pair, instead of batch_size",
     )
-
-    @model_validator(mode="after")
-    def _whole_pairs(self) -> BaselineSettings:
-        if self.ppo_minibatch % 2:
-            raise ValueError(
-                f"ppo_minibatch counts both responses of a pair and must be even, not {self.ppo_minibatch}"
-            )
-        return self
 
     @property
     def ppo(self) -> bool:
@@ -339,19 +334,14 @@ class SelectorSettings(TrainingSettings):
 
     lr: float = Field(1e-5, gt=0, description="learning rate of the local optimiser")
     batch_size: int = Field(
-        32, ge=2, description="questions per batch, two per pair: 32 is 16 pairs in both orders"
+        32,
+        ge=2,
+        multiple_of=2,
+        description="questions per batch, two per pair: 32 is 16 pairs in both orders",
     )
     local_steps: int | None = Field(30, ge=1, description=_description("local_steps"))
     local_epochs: int | None = Field(None, ge=1, description=_description("local_epochs"))
-    betas: tuple[float, float] = Field((0.9, 0.95), description=_description("betas"))
-
-    @model_validator(mode="after")
-    def _both_orders(self) -> SelectorSettings:
-        if self.batch_size % 2:
-            raise ValueError(
-                f"batch_size counts both orders of a pair and must be even, not {self.batch_size}"
-            )
-        return self
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description=_description("betas"))
 
     def goal(self) -> Objective:
         """The loss that clients minimise."""

@@ -281,11 +281,11 @@ class Tastes(FedAvgBase):
         taste = server.tensors[POPULATION].replace({Z: center})
         return keep(merged, known, received, now).update({POPULATION: taste})
 
-    def figures(self, server: State) -> dict[str, float]:
+    def figures(self, server: State, *names: str) -> dict[str, float]:
         """Return the metrics of the base and, with two or more posteriors, the number of active units."""
         means = [posterior.mean for posterior in posteriors(server).values()]
         active = {"active_units": active_units(torch.stack(means))} if len(means) > 1 else {}
-        return {**super().figures(server), **active}
+        return {**super().figures(server, *names), **active}
 
     def exchange(self, name: str = "train", *, steps: Collection[str] = (), **changes: Any) -> Exchange:
         """Return an exchange in which clipping measures log σ̄² from ``CENTER``."""

@@ -98,13 +98,11 @@ class PeerRounds(Course):
         task = Task("visit", self.client, now.number, exchange.name, message)
         with self.watch.limit(self.visit_timeout, "its visit"):
             (result,) = self.ask(exchange.name, now.number, [task], 1)
-        reason = result.withheld
-        if not reason:
-            upload, reason = read_upload(self.job, result.message, self.client, exchange, now)
-            if upload is not None:
-                report = sorted(result.report.items())
-                tally.figures |= {name: value for name, value in report if math.isfinite(value)}
-                return _with(own, upload), result.message, ""
+        upload, reason = self.upload_of(result, exchange, now)
+        if upload is not None:
+            report = sorted(result.report.items())
+            tally.figures |= {name: value for name, value in report if math.isfinite(value)}
+            return _with(own, upload), result.message, ""
         text = tally.drop(exchange, self.client, reason)
         self.warn(now.number, f"{self.client!r} does not mix: {text}")
         return own, b"", reason

@@ -4,7 +4,21 @@ Losses of selectors take log-odds of choices.
 """
 
 from prefed.train.losses.batch import LossOutput, PairBatch, reward_metrics
-from prefed.train.losses.preference import ChoiceBatch
+from prefed.train.losses.preference import (
+    ChoiceBatch,
+    cdpo,
+    choice,
+    dpo,
+    hinge,
+    ipo,
+    kto_pair,
+    odpo,
+    orpo,
+    pdpo,
+    robust,
+    sft,
+    simpo,
+)
 from prefed.train.losses.registry import CHOICE, LATENT, OBJECTIVES, PPO, ObjectiveSpec, PairLoss, objective
 
 __all__ = [
@@ -17,6 +31,18 @@ __all__ = [
     "ObjectiveSpec",
     "PairBatch",
     "PairLoss",
+    "cdpo",
+    "choice",
+    "dpo",
+    "hinge",
+    "ipo",
+    "kto_pair",
     "objective",
+    "odpo",
+    "orpo",
+    "pdpo",
     "reward_metrics",
+    "robust",
+    "sft",
+    "simpo",
 ]
