@@ -148,8 +148,24 @@ class Experiment(StrictModel):
 
     @model_validator(mode="after")
     def _every_weight(self) -> Experiment:
-        if self.model.train == "full":
-            _check_every_weight(self)
+        """Check that nothing requires a LoRA or a frozen model if ``train = "full"``."""
+        if self.model.train != "full":
+            return self
+        if self.merge.lora != "fedit":
+            raise ValueError(
+                f"[merge] lora = {self.merge.lora!r} applies to the factors of a LoRA, but with [model] "
+                "train = 'full' there is none: remove one of them"
+            )
+        if own := sorted(self.method.kind.needs(self.method.settings) - {LORA, VALUE}):
+            raise ValueError(
+                f"[model] train = 'full' trains every weight, but {self.method.name} adds its own parts to a "
+                f"frozen model ({', '.join(own)}): use another method, or train = 'lora'"
+            )
+        if self.align is not None and self.align.model is None:
+            raise ValueError(
+                "[align] trains a LoRA, but [model] has train = 'full': set the model to align in "
+                "[align.model]"
+            )
         return self
 
     @model_validator(mode="after")
@@ -164,8 +180,20 @@ class Experiment(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _private(self) -> Experiment:
+        """Check that noise covers everything that leaves a client."""
+        kind = self.privacy.kind
+        if kind is None:
+            return self
+        problems = [*_problems_of_any_kind(self)]
+        if kind == "central":
+            problems += [f"{problem}, or use kind 'local'" for problem in needs_single_uploads(self)]
+        if problems:
+            raise ValueError(f"[privacy] kind = {kind!r}: {problems[0]}")
+        return self
+
+    @model_validator(mode="after")
     def _coherent(self) -> Experiment:
-        _check_privacy(self)
         fleet, graph = self.fleet, self.whole_graph
         if fleet is not None and self.cohort.sampling == "poisson":
             raise ValueError(
@@ -264,29 +292,6 @@ def to_toml(experiment: Experiment) -> str:
     return tomli_w.dumps(experiment.tables())
 
 
-def _check_every_weight(experiment: Experiment) -> None:
-    """Check that nothing requires a LoRA or a frozen model if ``train = "full"``.
-
-    Raises:
-        ValueError: a setting does.
-    """
-    merge, kind, align = experiment.merge, experiment.method.kind, experiment.align
-    if merge.lora != "fedit":
-        raise ValueError(
-            f"[merge] lora = {merge.lora!r} applies to the factors of a LoRA, but with [model] train = "
-            "'full' there is none: remove one of them"
-        )
-    if own := sorted(kind.needs(experiment.method.settings) - {LORA, VALUE}):
-        raise ValueError(
-            f"[model] train = 'full' trains every weight, but {kind.name} adds its own parts to a frozen "
-            f"model ({', '.join(own)}): use another method, or train = 'lora'"
-        )
-    if align is not None and align.model is None:
-        raise ValueError(
-            "[align] trains a LoRA, but [model] has train = 'full': set the model to align in [align.model]"
-        )
-
-
 _NEVER = {
     "centralized": "it pools all pairs, so there is no client to protect",
     "local": "its clients send neither tensors nor, with a kind, losses: there is nothing to protect",
@@ -300,22 +305,6 @@ _SINGLE = {
     "fedbiscuit": "its server groups clients by their losses and merges each group",
 }
 """Method → why its server needs individual uploads."""
-
-
-def _check_privacy(experiment: Experiment) -> None:
-    """Check that noise covers everything that leaves a client.
-
-    Raises:
-        ValueError: it does not; the message names the setting to change.
-    """
-    kind = experiment.privacy.kind
-    if kind is None:
-        return
-    problems = [*_problems_of_any_kind(experiment)]
-    if kind == "central":
-        problems += [f"{problem}, or use kind 'local'" for problem in needs_single_uploads(experiment)]
-    if problems:
-        raise ValueError(f"[privacy] kind = {kind!r}: {problems[0]}")
 
 
 def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:

@@ -7,18 +7,16 @@ import shutil
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar, cast
-
-import torch
 
 from prefed.config import Experiment
 from prefed.core import (
     ClientTrainer,
     Exchange,
     Key,
-    Objective,
     Owner,
     Ownership,
     Phase,
@@ -95,7 +93,8 @@ class _TrialTrainer:
         self._trainer, self._meter = trainer, meter
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
+        found = getattr(self._trainer, name)
+        return partial(self._again, name, found) if name in ("gradient", "loss", "posteriors") else found
 
     def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
         wanted = steps_of(phase, self._trainer.size)
@@ -116,34 +115,17 @@ class _TrialTrainer:
         about = (phase.train, phase.objective.name, phase.batch_size, phase.accumulate)
         return self._meter.call(("train", *about, wanted, phase.moments is None), measure)
 
-    def gradient(
-        self, tensors: Tensors, objective: Objective, *, batch_size: int, name: str
-    ) -> tuple[Tensors, float]:
-        return self._again(
-            ("gradient", objective.name, batch_size),
-            lambda: self._trainer.gradient(tensors, objective, batch_size=batch_size, name=name),
-        )
-
-    def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
-        return self._again(
-            ("loss", objective.name, split), lambda: self._trainer.loss(tensors, objective, split)
-        )
-
-    def posteriors(
-        self, tensors: Tensors, objective: Objective, *, pairs: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._again(
-            ("posteriors", pairs), lambda: self._trainer.posteriors(tensors, objective, pairs=pairs)
-        )
-
-    def _again(self, kind: Hashable, call: Callable[[], Result]) -> Result:
+    def _again(self, name: str, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
         """Time the second of two calls; the first fills the caches of each pair."""
 
-        def measure() -> tuple[float, Result]:
-            call()
-            return clocked(call)
+        def measure() -> tuple[float, Any]:
+            call(*given, **options)
+            return clocked(partial(call, *given, **options))
 
-        return self._meter.call(kind, measure)
+        _, objective, *rest = given
+        # The name of a batch's random draws does not affect the time.
+        sizes = [value for key, value in sorted(options.items()) if key != "name"]
+        return self._meter.call((name, objective.name, *rest, *sizes), measure)
 
 
 class _TrialTrainers:
@@ -212,7 +194,7 @@ class Trial:
 def steps_of(phase: Phase, pairs: int) -> int:
     """Return the number of optimiser steps in a phase for a client with ``pairs`` training pairs.
 
-    >>> from prefed.core import Optimizer
+    >>> from prefed.core import Objective, Optimizer
     >>> phase = Phase("train", ("a",), Objective("dpo"), Optimizer(), batch_size=4, epochs=2)
     >>> steps_of(phase, 9), steps_of(phase, 3)
     (6, 2)

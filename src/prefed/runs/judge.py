@@ -282,22 +282,18 @@ def _folder(base: Path, settings: Mapping[str, Any], taste: str | None) -> Path:
     return base / slug(f"{judge} {sides}" if taste is None else f"{judge}, taste {taste} {sides}")
 
 
-def _changes(folder: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which an earlier comparison in ``folder`` differs."""
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Check that an earlier comparison in ``folder`` has the same settings."""
     path = folder / SETTINGS
     if not path.exists():
-        return {}
+        return
     try:
         stored = json.loads(path.read_text("utf-8"))
         texts = settings["texts"] or stored.get("texts")
-        return differing(stored, {**settings, "texts": texts})
+        changed = differing(stored, {**settings, "texts": texts})
     except (ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is damaged ({error}); delete the folder, or choose another --name") from error
-
-
-def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Check that an earlier comparison in ``folder`` has the same settings."""
-    if changed := _changes(folder, settings):
+    if changed:
         lines = [f"  {name}: {before!r} → {after!r}" for name, (before, after) in changed.items()]
         raise RunError(
             f"{folder} has verdicts of another comparison (stored → given):\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 
 from prefed.align import Selectors
 from prefed.align.judge import Judge, Question, Verdict, outcome
-from prefed.align.judge.local import UtilityJudge, read_taste
+from prefed.align.judge.endpoint import EndpointJudge
+from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
 from prefed.align.judge.questions import JudgeOptions, blocks, by_score
-from prefed.align.judge.registry import JUDGES, split_name
+from prefed.align.judge.registry import split_name
 from prefed.core import files
 from prefed.data import Record
 from prefed.methods import METHODS
@@ -77,6 +78,12 @@ def untrained(run: LoadedRun) -> Iterator[str]:
 
 BLOCK = 64
 """Questions that are tokenised together."""
+JUDGES: Mapping[str, Callable[[str, JudgeOptions], Judge]] = {
+    "reward": RewardJudge,
+    "endpoint": EndpointJudge,
+    "local": LocalJudge,
+}
+"""Name → class of the judges that need no run."""
 
 
 def make_judge(name: str, options: JudgeOptions, run: LoadedRun) -> Judge:

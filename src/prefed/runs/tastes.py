@@ -144,18 +144,15 @@ def known_tastes(run: LoadedRun) -> KnownTastes:
     )
 
 
-def told_taste(run: LoadedRun, name: str, known: KnownTastes | None = None) -> torch.Tensor:
+def told_taste(run: LoadedRun, name: str) -> torch.Tensor:
     """Return the taste of this name, ``[d_z]``, from what the server knows; reads no pair.
-
-    Args:
-        known: defaults to :func:`known_tastes`.
 
     Raises:
         RunError: the method has no tastes, there is no such client or prototype, the client sent no
             posterior, or the taste can only be inferred from pairs.
         ValueError: as :func:`split_taste`.
     """
-    return server_taste(run, *read_taste(run, name), known)
+    return server_taste(run, *read_taste(run, name))
 
 
 def server_taste(
@@ -164,6 +161,7 @@ def server_taste(
     """As :func:`told_taste`, for a name that is parsed already.
 
     Args:
+        known: defaults to :func:`known_tastes`.
         pairs: the caller can also infer a taste from pairs; error messages then suggest it.
     """
     known = known_tastes(run) if known is None else known
@@ -221,7 +219,7 @@ def any_taste(
     Args:
         run: loaded with its data for ``infer:N``.
         client: owner of the pairs of ``infer:N``.
-        known: as for :func:`told_taste`.
+        known: as for :func:`server_taste`.
 
     Raises:
         ValueError: ``infer:N`` without a client, or another taste with a client.

@@ -1,32 +1,10 @@
-"""Judges by name."""
+"""Names of judges."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from prefed.align.judge.endpoint import EndpointJudge
-from prefed.align.judge.questions import Judge, JudgeOptions
 from prefed.core.text import did_you_mean
-
-
-def _reward(argument: str, options: JudgeOptions) -> Judge:
-    from prefed.align.judge.local import RewardJudge
-
-    return RewardJudge(argument, options)
-
-
-def _local(argument: str, options: JudgeOptions) -> Judge:
-    from prefed.align.judge.local import LocalJudge
-
-    return LocalJudge(argument, options)
-
-
-JUDGES: Mapping[str, Callable[[str, JudgeOptions], Judge]] = {
-    "reward": _reward,
-    "endpoint": EndpointJudge,
-    "local": _local,
-}
-"""Name → function that makes a judge from its argument. :mod:`prefed.runs.labels` has two more, for runs."""
 
 ARGUMENTS: Mapping[str, str] = {
     "reward": "FOLDER",
