@@ -37,9 +37,8 @@ from prefed.models.pretrained import (
     keep_four_bits,
     load_causal,
     load_pretrained,
-    stretches,
+    rope_settings,
     text_config,
-    window,
 )
 from prefed.models.tastes import DECODER, TASTE_MAP, TasteMap
 
@@ -106,13 +105,24 @@ class Backbone:
 
     @property
     def window(self) -> int | None:
-        """Maximum sequence length; ``None`` if the configuration does not specify it. See :func:`window`."""
-        return window(self.causal.config)
+        """Maximum sequence length; ``None`` if the configuration does not specify one.
+
+        With LongRoPE this is the original context, see :attr:`stretches`.
+        """
+        known = [getattr(self.text_config, "max_position_embeddings", None)]
+        long = [rope for rope in rope_settings(self.text_config) if rope["rope_type"] == "longrope"]
+        known += [rope.get("original_max_position_embeddings") for rope in long]
+        return min((length for length in known if length is not None), default=None)
 
     @property
     def stretches(self) -> bool:
-        """Whether the model accepts sequences longer than its window."""
-        return stretches(self.causal.config)
+        """Whether sequences longer than :attr:`window` are processed like shorter ones.
+
+        This requires rotary positions with fixed frequencies. With LongRoPE or dynamic NTK scaling the
+        longest sequence of a batch changes all positions, so policy and reference could be different models.
+        """
+        kinds = [rope["rope_type"] for rope in rope_settings(self.text_config)]
+        return bool(kinds) and not any(kind == "longrope" or "dynamic" in kind for kind in kinds)
 
     @property
     def text_config(self) -> Any:

@@ -235,29 +235,7 @@ def head_width(causal: Any) -> int:
     return width
 
 
-def window(config: Any) -> int | None:
-    """Return the maximum sequence length of a configuration; ``None`` if it does not specify one.
-
-    With LongRoPE this is the original context, see :func:`stretches`.
-    """
-    text = text_config(config)
-    known = [getattr(text, "max_position_embeddings", None)]
-    known += [r.get("original_max_position_embeddings") for r in _rope(text) if r["rope_type"] == "longrope"]
-    return min((length for length in known if length is not None), default=None)
-
-
-def stretches(config: Any) -> bool:
-    """Return whether sequences longer than :func:`window` are processed like shorter ones.
-
-    This requires rotary positions with fixed frequencies. With LongRoPE or dynamic NTK scaling the longest
-    sequence of a batch changes all positions, so policy and reference could be different models.
-    """
-    text = text_config(config)
-    kinds = [rope["rope_type"] for rope in _rope(text)]
-    return bool(kinds) and not any(kind == "longrope" or "dynamic" in kind for kind in kinds)
-
-
-def _rope(text: Any) -> Iterator[dict[str, Any]]:
+def rope_settings(text: Any) -> Iterator[dict[str, Any]]:
     """Yield the rotary settings of a text configuration, possibly several by layer type."""
     rope = getattr(text, "rope_parameters", None) or {}
     for each in [rope] if "rope_type" in rope else rope.values():
