@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -9,11 +10,12 @@ from typing import Any, Literal, cast
 from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
 from prefed.core.records import RoundRecord
 from prefed.core.text import pluralize, timed
-from prefed.core.wire import encode
+from prefed.core.wire import decode_state, encode
 from prefed.engines.backend import Backend, peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE, Diagnosis
 from prefed.engines.job import Job
 from prefed.engines.privacy import spent
+from prefed.engines.simulated_fleet import ScheduledRound
 from prefed.engines.stopping import Standing
 from prefed.engines.tasks import Task, TaskResult
 from prefed.engines.validation import printable_reason, read_figures, read_upload
@@ -89,8 +91,8 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Course:
-    """Base class of the rounds of a run. Subclasses define the exchanges.
+class Course(ABC):
+    """Base class of the rounds of a run. Subclasses define a round.
 
     Attributes:
         writer: writer of a started run, which continues after the last committed round.
@@ -101,6 +103,23 @@ class Course:
     writer: RunWriter
     backend: Backend
     callback: Callback
+
+    def run(self) -> State:
+        """Run and commit the remaining rounds; return the final server state."""
+        server = decode_state(self.writer.server())
+        self.callback.on_run_begin(self.writer.round, self.job.rounds)
+        try:
+            for plan in self.job.schedule(self.writer.round):
+                if self.writer.stopped:
+                    break
+                server = self._round(server, plan)
+        finally:
+            self.callback.on_run_end()
+        return server
+
+    @abstractmethod
+    def _round(self, server: State, plan: ScheduledRound) -> State:
+        """Run and commit a round; return the next server state."""
 
     def begin(self, number: int) -> None:
         """Start a round. If repeating it would cost privacy again, the start is recorded on disk first.

@@ -11,8 +11,9 @@ from functools import cached_property
 import torch
 
 from prefed.core import Download, Exchange, Layout, Plain, Round, State, Tensors
-from prefed.core.wire import decode_state, encode
+from prefed.core.wire import encode
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
+from prefed.engines.simulated_fleet import ScheduledRound
 from prefed.engines.tasks import Task, TaskResult
 from prefed.merge.mixing import Matrix, Mixed, matrix_graph, mean_row, mix, row_norms, without_edges
 from prefed.store import NodeFile
@@ -47,19 +48,6 @@ class NeighbourRounds(Course):
             in the evaluation after the last round.
     """
 
-    def run(self) -> State:
-        """Run and commit the remaining rounds; return the mean state after the last."""
-        mean = decode_state(self.writer.server())
-        self.callback.on_run_begin(self.writer.round, self.job.rounds)
-        try:
-            for number in range(self.writer.round + 1, self.job.rounds + 1):
-                if self.writer.stopped:
-                    break
-                mean = self._round(number)
-        finally:
-            self.callback.on_run_end()
-        return mean
-
     @cached_property
     def _first(self) -> Tensors:
         """The initial state of every node."""
@@ -71,8 +59,8 @@ class NeighbourRounds(Course):
         (name,) = self.job.method.init_server(self.job.trainers.initial).tensors
         return name
 
-    def _round(self, number: int) -> State:
-        started, job = time.perf_counter(), self.job
+    def _round(self, server: State, plan: ScheduledRound) -> State:
+        started, job, number = time.perf_counter(), self.job, plan.number
         now, tally, evaluated = job.round(number), Tally(), None
         self.begin(number)
         (exchange,) = job.method.exchanges

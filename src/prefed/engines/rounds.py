@@ -41,19 +41,6 @@ class ServerRounds(Course):
         FleetError: (from :meth:`run`) all clients of the fleet have left for good.
     """
 
-    def run(self) -> State:
-        """Run and commit the remaining rounds; return the server's final state."""
-        server = decode_state(self.writer.server())
-        self.callback.on_run_begin(self.writer.round, self.job.rounds)
-        try:
-            for plan in self.job.schedule(self.writer.round):
-                if self.writer.stopped:
-                    break
-                server = self._round(server, plan)
-        finally:
-            self.callback.on_run_end()
-        return server
-
     def aside(self) -> frozenset[str]:
         """The clients that are set aside."""
         return set_aside(self.writer.last)

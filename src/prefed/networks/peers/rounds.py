@@ -10,9 +10,10 @@ from functools import cache, cached_property
 import torch
 
 from prefed.core import Download, Exchange, Layout, Round, State, Tensors, Upload
-from prefed.core.wire import decode_state, encode
+from prefed.core.wire import encode
 from prefed.engines.base_rounds import Course, Tally
 from prefed.engines.neighbours import in_proportion
+from prefed.engines.simulated_fleet import ScheduledRound
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload
 from prefed.merge.mixing import mix_row, neighbours, without_edges
@@ -42,17 +43,10 @@ class PeerRounds(Course):
 
     def run(self) -> State:
         """Run and commit the remaining rounds; return the client's final model."""
-        own = decode_state(self.writer.server())
-        self.callback.on_run_begin(self.writer.round, self.job.rounds)
         # `limit` bounds a visit, an evaluation and a commit; this bounds all other waits.
         self.watch.limit_rounds(self.visit_timeout and 3 * self.visit_timeout + TRANSFER)
-        try:
-            self._expect(self.writer.round + 1)
-            for number in range(self.writer.round + 1, self.job.rounds + 1):
-                own = self._round(own, number)
-        finally:
-            self.callback.on_run_end()
-        return own
+        self._expect(self.writer.round + 1)
+        return super().run()
 
     @cached_property
     def _exchange(self) -> Exchange:
@@ -63,8 +57,8 @@ class PeerRounds(Course):
     def _node(self) -> int:
         return self.job.members.index(self.client)
 
-    def _round(self, own: State, number: int) -> State:
-        started, job = time.perf_counter(), self.job
+    def _round(self, server: State, plan: ScheduledRound) -> State:
+        started, job, own, number = time.perf_counter(), self.job, server, plan.number
         now, tally, evaluated = job.round(number), Tally(), None
         self.watch.check()
         self.begin(number)
