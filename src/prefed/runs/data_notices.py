@@ -159,9 +159,9 @@ def notices(experiment: Experiment, job: Job) -> tuple[list[str], list[str]]:
     return notes, warnings + settings_warnings(experiment.data, batch, trainers.backbone.window, sizes)
 
 
-def announce(found: tuple[list[str], list[str]], callback: Callback) -> None:
-    """Report notes and warnings to a callback."""
-    notes, warnings = found
+def announce(experiment: Experiment, job: Job, callback: Callback) -> None:
+    """Report the :func:`notices` of a run to its callback."""
+    notes, warnings = notices(experiment, job)
     for note in notes:
         callback.on_note(note)
     for warning in warnings:

@@ -31,7 +31,7 @@ from prefed.engines import (
 )
 from prefed.models import ModelError
 from prefed.runs.build import build_job, job_factory
-from prefed.runs.data_notices import announce, notices
+from prefed.runs.data_notices import announce
 from prefed.runs.start_or_resume import (
     build_in_cache,
     commit_start,
@@ -168,7 +168,7 @@ def _finish(experiment: Experiment, writer: RunWriter, callback: Callback) -> St
 def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:
     job = _begin(experiment, writer)
     callback = with_answers(experiment, job, writer, callback)
-    announce(notices(experiment, job), callback)
+    announce(experiment, job, callback)
     with ExitStack() as stack:
         with timed("engine", backend_name(experiment.engine.name, experiment.engine.workers)):
             backend = stack.enter_context(_backend(experiment, job, writer))

@@ -26,7 +26,7 @@ from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.messages import PACKAGES, Joined, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
-from prefed.runs.data_notices import announce, notices
+from prefed.runs.data_notices import announce
 from prefed.runs.record import read_summary
 from prefed.runs.run import conclude, with_answers
 from prefed.runs.start_or_resume import commit_start, digests_of, open_run, reconcile
@@ -159,7 +159,7 @@ def _run(
     roster = files.digest(json.dumps(clients, sort_keys=True).encode())
     commit_start(experiment, job, writer, digests_of(experiment, job) | {"data": roster})
     callback = with_answers(experiment, job, writer, callback, personal=False)
-    announce(notices(experiment, job), callback)
+    announce(experiment, job, callback)
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
     model = job.trainers.fingerprint["model"]
     _each(present, lambda site: sites.start(site, members, unseen, model))

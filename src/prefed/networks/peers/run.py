@@ -23,7 +23,7 @@ from prefed.networks.peers.links import Links
 from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.rounds import PeerRounds
 from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
-from prefed.runs.data_notices import announce, left_out_table, notices
+from prefed.runs.data_notices import announce, left_out_table
 from prefed.runs.record import read_summary
 from prefed.runs.run import conclude
 from prefed.runs.start_or_resume import (
@@ -113,7 +113,7 @@ def _run(
     digests |= {"peer": name, "peers": files.digest(json.dumps(job.members).encode())}
     commit_start(experiment, job, writer, digests)
     meeting.watch.committed(writer.round)
-    announce(notices(alone, job), callback)
+    announce(alone, job, callback)
     meeting.connect()
     links, engine = Links(meeting.watch, ranks), experiment.engine
     with InProcess(job, writer.states, engine.threads or 1) as backend:

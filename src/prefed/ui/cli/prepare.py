@@ -96,18 +96,20 @@ def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json
     from prefed.data.statistics import dataset_statistics
     from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.build import build_data
-    from prefed.runs.data_notices import announce, data_notices
+    from prefed.runs.data_notices import data_notices
     from prefed.trackers.terminal import Terminal, stdout_console
     from prefed.ui.pages.terminal import print_dataset_statistics
 
     silence_transformers()
     with TemporaryDirectory(prefix="prefed-data-") as folder:
         dataset = build_data(experiment, Path(folder) / "data")
-        statistics, found = dataset_statistics(dataset), data_notices(dataset)
+        statistics, (notes, warnings) = dataset_statistics(dataset), data_notices(dataset)
     if as_json:
-        notes, warnings = found
         print_json({**statistics.model_dump(mode="json"), "notes": notes, "warnings": warnings})
     else:
         terminal = Terminal(stdout_console())
         print_dataset_statistics(statistics, terminal.console)
-        announce(found, terminal)
+        for note in notes:
+            terminal.on_note(note)
+        for warning in warnings:
+            terminal.on_warning(warning)
