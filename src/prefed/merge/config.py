@@ -94,10 +94,8 @@ class MergeConfig(StrictModel):
         "fedsa keeps B on the client; fedex adds the error of averaging to the base; flexlora factors the "
         "mean product",
     )
-    optimizer: ServerOptimizer = Field(
-        default_factory=ServerOptimizer, description="server optimiser on the merged model"
-    )
-    staleness: Staleness = Field(default_factory=Staleness, description="discount on late uploads")
+    optimizer: ServerOptimizer = Field(ServerOptimizer(), description="server optimiser on the merged model")
+    staleness: Staleness = Field(Staleness(), description="discount on late uploads")
     late: Literal["model", "delta"] | None = Field(
         None,
         description="how to merge a late upload: model, as a model; delta, as a step from the newest model, "

@@ -96,15 +96,11 @@ class ModelConfig(StrictModel):
         "lora",
         description="tensors to train and send: lora, an adapter over the frozen model; or full, all weights",
     )
-    lora: LoraSettings = Field(default_factory=lambda: LoraSettings(), description="the shared adapter")
-    bottleneck: BottleneckSettings = Field(
-        default_factory=lambda: BottleneckSettings(), description="for methods with a bottleneck"
-    )
-    reward: RewardSettings = Field(
-        default_factory=lambda: RewardSettings(), description="for methods with a reward head"
-    )
+    lora: LoraSettings = Field(LoraSettings(), description="the shared adapter")
+    bottleneck: BottleneckSettings = Field(BottleneckSettings(), description="for methods with a bottleneck")
+    reward: RewardSettings = Field(RewardSettings(), description="for methods with a reward head")
     variational: VariationalSettings = Field(
-        default_factory=lambda: VariationalSettings(), description="for selectors with a latent taste"
+        VariationalSettings(), description="for selectors with a latent taste"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="dtype of the frozen model; float16 requires a GPU"

@@ -129,8 +129,8 @@ class SiteConfig(StrictModel):
         description=f"the site's pairs; keys of an experiment's [data]: {', '.join(OWN_DATA)}"
     )
     model: SiteModel = Field(description="the site's copy of the models")
-    tell: Tell = Field(default_factory=lambda: Tell(), description="what the hub learns about clients")
-    limits: Limits = Field(default_factory=lambda: Limits(), description="what the hub may request")
+    tell: Tell = Field(Tell(), description="what the hub learns about clients")
+    limits: Limits = Field(Limits(), description="what the hub may request")
     threads: int | None = Field(
         None, ge=1, description="threads of the training process; default: as in the experiment"
     )
