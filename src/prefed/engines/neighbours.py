@@ -14,7 +14,7 @@ from prefed.core import Download, Exchange, Layout, Plain, Round, State, Tensors
 from prefed.core.wire import encode
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
 from prefed.engines.simulated_fleet import ScheduledRound
-from prefed.engines.tasks import Task, TaskResult
+from prefed.engines.tasks import Task
 from prefed.merge.mixing import Matrix, Mixed, matrix_graph, mean_row, mix, row_norms, without_edges
 from prefed.store import NodeFile
 
@@ -133,12 +133,18 @@ class NeighbourRounds(Course):
 
         answers.silent = dict.fromkeys(job.members, NO_ANSWER)
         for result in self.ask(exchange.name, now.number, tasks(), len(job.members)):
-            own = state(result.client).tensors[self._group]
-            reason = self._take(result, exchange, now, own, node_of[result.client], sent, answers)
-            if reason:
-                answers.silent[result.client] = reason
-            else:
-                del answers.silent[result.client]
+            client = result.client
+            upload, reason = self.upload_of(result, exchange, now)
+            if upload is None:
+                answers.silent[client] = reason
+                continue
+            del answers.silent[client]
+            row = state(client).tensors[self._group].replace(upload.tensors[self._group]).flat
+            sent.put(node_of[client], row)
+            expected, report = exchange.numbers(client, now), result.report.items()
+            answers.reports[client] = {n: v for n, v in report if n in expected and math.isfinite(v)}
+            answers.lengths[client] = len(result.message)
+            answers.norms[client] = float(torch.linalg.vector_norm(row.double()))
         if set(answers.silent.values()) == {NO_ANSWER} and len(answers.silent) == len(job.members):
             raise RoundError(
                 f"round {now.number}: none of {len(job.members)} clients answered in {exchange.name!r}. "
@@ -147,29 +153,6 @@ class NeighbourRounds(Course):
         for client in answers.silent:
             sent.put(node_of[client], state(client).tensors[self._group].flat)
         return answers
-
-    def _take(
-        self,
-        result: TaskResult,
-        exchange: Exchange,
-        now: Round,
-        own: Tensors,
-        node: int,
-        sent: NodeFile,
-        answers: _Answers,
-    ) -> str:
-        """Validate and store a client's answer, as its neighbours would; return a reason if it is invalid."""
-        upload, reason = self.upload_of(result, exchange, now)
-        if upload is None:
-            return reason
-        row = own.replace(upload.tensors[self._group]).flat
-        sent.put(node, row)
-        expected = exchange.numbers(result.client, now)
-        numbers = {name: value for name, value in result.report.items() if name in expected}
-        answers.reports[result.client] = {n: v for n, v in numbers.items() if math.isfinite(v)}
-        answers.lengths[result.client] = len(result.message)
-        answers.norms[result.client] = float(torch.linalg.vector_norm(row.double()))
-        return ""
 
     def _mix(
         self,
