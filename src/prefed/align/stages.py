@@ -16,7 +16,7 @@ from typing import Any
 from prefed.align.alignment import Alignment
 from prefed.align.policy import AlignError
 from prefed.core import files
-from prefed.core.strict_settings import flatten
+from prefed.core.strict_settings import differing
 from prefed.core.text import did_you_mean
 
 
@@ -195,12 +195,8 @@ def _read(folder: Path, stage: Stage) -> dict[str, Any] | None:
 def _check_same(
     folder: Path, stage: Stage, before: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    old, new = flatten(before["settings"]), flatten(wanted["settings"])
-    lines = [
-        f"  {name}: {old.get(name)!r} → {new.get(name)!r}"
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name)
-    ]
+    changed = differing(before["settings"], wanted["settings"])
+    lines = [f"  {name}: {old!r} → {new!r}" for name, (old, new) in changed.items()]
     lines += [
         f"  {name} changed" for name, value in wanted["inputs"].items() if before["inputs"].get(name) != value
     ]

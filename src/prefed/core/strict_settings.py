@@ -39,3 +39,14 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tables.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return flat
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return dotted name → both values for each setting that differs; a missing setting counts as ``None``.
+
+    >>> differing({"seed": 1, "method": {"lr": 0.1}}, {"seed": 2, "method": {"lr": 0.1}})
+    {'seed': (1, 2)}
+    """
+    old, new = flatten(before), flatten(after)
+    pairs = {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

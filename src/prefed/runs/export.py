@@ -44,12 +44,13 @@ class Export:
     more: tuple[str, ...]
     model: ModelConfig
 
-    def heading(self, folder: Path) -> str:
-        """Describe the folder in one line for the terminal."""
-        if self.merged:
-            return f"model: {folder}"
+    def describe(self, folder: Path) -> str:
+        """Describe the folder for the terminal: one line on what it holds, and the code that loads it."""
         held = self.more if "weights" in self.more else ("adapter", *self.more)
-        return f"model: {folder} ({', '.join(held)})" if self.more else f"adapter: {folder}"
+        parts = f" ({', '.join(held)})" if self.more and not self.merged else ""
+        what = "model" if self.merged or self.more else "adapter"
+        code = (f"  {line}" for line in self.code(str(folder)))
+        return "\n".join([f"{what}: {folder}{parts}", "to load it:", *code])
 
     def code(self, folder: str, base: str | None = None, *, hub: bool = False) -> list[str]:
         """Return Python code that loads the model, as lines.

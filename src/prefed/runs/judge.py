@@ -21,6 +21,7 @@ from prefed.align.judge.local import MEAN
 from prefed.align.judge.questions import JudgeOptions, NumberedPrompt, numbered_prompts, references
 from prefed.align.judge.registry import split_name
 from prefed.core import files
+from prefed.core.strict_settings import differing
 from prefed.core.text import pluralize
 from prefed.data.record import plain_prompt
 from prefed.runs.journal import Journal
@@ -28,7 +29,6 @@ from prefed.runs.labels import make_judge
 from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.runs.record import RunError
 from prefed.runs.responses import Models, Progress, References, Side, slug
-from prefed.runs.start_or_resume import differing
 from prefed.runs.tastes import needs_pairs
 from prefed.runs.track import tell_judged
 from prefed.train.generation import Sampling

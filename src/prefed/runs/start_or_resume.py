@@ -20,7 +20,7 @@ import torch
 
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.core import Callback, Callbacks, files
-from prefed.core.strict_settings import flatten
+from prefed.core.strict_settings import differing, flatten
 from prefed.core.text import pluralize
 from prefed.core.wire import encode
 from prefed.data import DataMismatchError
@@ -105,17 +105,6 @@ def is_place(name: str) -> bool:
     (True, True, False)
     """
     return any(fnmatchcase(name, pattern) for pattern in _PLACES)
-
-
-def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return dotted name → both values for each setting that differs; a missing setting counts as ``None``.
-
-    >>> differing({"seed": 1, "method": {"lr": 0.1}}, {"seed": 2, "method": {"lr": 0.1}})
-    {'seed': (1, 2)}
-    """
-    old, new = flatten(before), flatten(after)
-    pairs = {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def settings_digest(config: Mapping[str, Any]) -> str:

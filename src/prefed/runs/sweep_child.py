@@ -14,6 +14,7 @@ from typing import Any
 
 from prefed.config import Experiment, to_toml
 from prefed.core import files
+from prefed.core.strict_settings import differing
 from prefed.runs.reference import SHARED
 
 KEPT = (
@@ -103,7 +104,7 @@ class SweepRun:
         if not config.exists():
             return
         # Imported here: PyTorch takes seconds, and an invalid table is reported before.
-        from prefed.runs.start_or_resume import differing, fitted, is_place
+        from prefed.runs.start_or_resume import fitted, is_place
 
         stored = Experiment.parse(config.read_text("utf-8"))
         asked = fitted(self.experiment, stored).tables()

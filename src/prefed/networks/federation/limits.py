@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 
 from prefed.config import Experiment
 from prefed.core import Privacy
+from prefed.core.strict_settings import differing
 from prefed.core.text import pluralize
 from prefed.engines.tasks import Task
 from prefed.networks.federation.config import Limits, SiteConfig
-from prefed.runs.start_or_resume import differing, settings_digest
+from prefed.runs.start_or_resume import settings_digest
 
 
 class RefusalError(ValueError):

@@ -200,8 +200,7 @@ def site(
             out, {"site's state": Path(config.state), "base model": Path(config.model.name)}, replace=force
         )
         exported = export_client(config, out, run=run or "", client=client, merge=merge)
-        code = (f"  {line}" for line in exported.code(str(out)))
-        typer.echo("\n".join([exported.heading(out), "to load it:", *code]))
+        typer.echo(exported.describe(out))
         return
     if word == "status":
         from prefed.networks.federation.audit_log import status_lines

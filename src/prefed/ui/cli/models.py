@@ -94,8 +94,7 @@ def export(
         files.write(
             path / CARD, model_card(record.at_best() if best else record, exported, license=license).encode()
         )
-    code = (f"  {line}" for line in exported.code(str(path)))
-    typer.echo("\n".join([exported.heading(path), "to load it:", *code]))
+    typer.echo(exported.describe(path))
 
 
 def check_choice(
