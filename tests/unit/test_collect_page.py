@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import logging
 import re
 from contextlib import closing
 from http.client import HTTPConnection
@@ -36,6 +37,23 @@ def test_a_link_opens_one_browser_once(place):
     assert len(links) == 2
     assert Browser(links[1]).status == 200
     assert first.get() == Browser(links[2]).text
+
+
+def test_handlers_of_the_process_stay_open(tmp_path):
+    """``logging.config.dictConfig`` closes all handlers, and with some of them standard error."""
+    closed = []
+
+    class Handler(logging.Handler):
+        def close(self):
+            closed.append(True)
+            super().close()
+
+    handler = Handler()
+    with session(tmp_path) as opened, serving(opened) as links:
+        assert Browser(links[0]).status == 200
+    assert not closed
+    handler.close()
+    assert closed
 
 
 @pytest.mark.parametrize("path", ["/", "/state", "/?token=", "/?token=ä"])

@@ -206,6 +206,8 @@ def serve(
     config = uvicorn.Config(
         page_of.app,
         lifespan="off",
+        # uvicorn's own configuration of logging would close every handler of the process.
+        log_config=None,
         log_level="error",
         access_log=False,
         server_header=False,
