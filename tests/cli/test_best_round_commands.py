@@ -76,7 +76,7 @@ def test_the_best_round_is_pushed_with_its_own_card(place, hub):
     weights = "adapter_model.safetensors"
     assert files[weights] == (out / weights).read_bytes()
     card = files["README.md"].decode()
-    assert "Measured after round 1, the best by validation pairs, on " in card
+    assert "Measured after round 1, the best round on validation pairs, on " in card
     own = summary(place / "run")["stop"]["best"]["preference_accuracy"]["per_client"]["left"]
     assert f"| own model | {own:.1%} |" in card
 

@@ -139,7 +139,11 @@ def test_a_plan_says_what_is_missing():
         plan(experiment(privacy=CENTRAL, data=column))
     with pytest.raises(ConfigError, match="no kind"):
         plan(experiment())
-    with pytest.raises(ConfigError, match="clock"):
+    with pytest.raises(
+        ConfigError,
+        match=r"\[fleet\] decides how often clients take part: run the experiment, and see ε in its "
+        r"summary.json",
+    ):
         plan(experiment(privacy=LOCAL, fleet={}))
     with pytest.raises(ConfigError, match="size = 30 of 20"):
         plan(experiment(privacy=CENTRAL, cohort={"size": 30}))

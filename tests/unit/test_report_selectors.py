@@ -92,7 +92,7 @@ def test_the_page_shows_clusters_moves_losses_and_agreement(run: RunRecord) -> N
     assert "|selector-0||2||0.500||0.000||0.750||0.000|" in page
     assert "|vote of all||||0.417||0.250||||" in page
     assert "|cyd||4||selector-1|" in page
-    assert "scores higher than the rejected one, by selector 1 alone." in page
+    assert "scores higher than the rejected one, by selector 1." in page
     assert "mean score margin of the chosen response over the rejected response, in nats." in page
 
 

@@ -78,5 +78,5 @@ def test_sizes_are_known_without_the_pairs() -> None:
     for client in sizes:
         with pytest.raises(ValueError, match="no preference pairs"):
             made.score(client, made.initial, "test")
-    with pytest.raises(IndexError, match="no row 0 among 0"):
+    with pytest.raises(IndexError, match="no row 0: the data has 0 rows, counted from 0"):
         made.dataset.tokens.record(0)

@@ -157,7 +157,7 @@ class TokenSet:
 
     def _check_index(self, index: int) -> int:
         if not 0 <= index < self._length:
-            raise IndexError(f"row {index} is not in the range from 0 to {self._length - 1}")
+            raise IndexError(f"no row {index}: the data has {self._length} rows, counted from 0")
         return int(index)
 
     def pair(self, index: int) -> Pair:
