@@ -6,7 +6,7 @@
 A family is a tiny model of :mod:`zoo`. A method trains for a round on two clients of opposed preferences.
 Its model is exported as an adapter, or as a client's folder where no adapter holds it, and merged. What an
 export's lines load then scores the clients' pairs, one response in a forward pass. The log-probabilities of
-the run must agree with these to 5e-5 nats a token, and differ from those of the untouched model.
+the run must agree with these to 5e-5 nats a token, and differ from those of the base model.
 
 What the file of ``--results`` holds already is not run again. ``--page`` names the page whose tables
 are written.

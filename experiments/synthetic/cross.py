@@ -5,7 +5,7 @@
 Each run's policy responds to prompts that neither the clients nor the alignment have: with the taste of
 a client of the one side, with that of a client of the other side, and with the population's. A policy that
 was trained at prototypes is asked for theirs. One that takes no taste responds as it is. Runs that differ
-in ``-seedN`` alone are one row. A cell is the mean gain in utility over the untouched model's responses,
+in ``-seedN`` alone are one row. A cell is the mean gain in utility over the base model's responses,
 with a 95% interval over seeds (Student's t), and the win rate against them.
 
 The two utilities are each other's opposite, so the columns differ in their sign alone. What a table can
@@ -73,7 +73,7 @@ def tastes_of(path: Path, one: str, other: str) -> dict[str, str | None]:
 def texts(
     run: LoadedRun, taste: str | None, prompts: Path, sampling: Sampling
 ) -> tuple[list[str], list[str]]:
-    """What the aligned and the untouched model respond; both are kept in the run."""
+    """What the aligned and the base model respond; both are kept in the run."""
     name = f"cross-{(taste or 'untold').replace(':', '-')}"
     judge(run.record.path, Comparison("utility", prompts, taste=taste, sampling=sampling, name=name))
     rows = (run.record.path / "judge" / name / "verdicts.jsonl").read_text("utf-8").splitlines()
@@ -82,7 +82,7 @@ def texts(
 
 
 def gain(own: Sequence[str], base: Sequence[str], taste: Taste) -> list[float]:
-    """Utility of each text less that of the untouched model's.
+    """Utility of each text less that of the base model's.
 
     >>> warm = Taste("x", {"warmth": 1.5})
     >>> gain([" I hope you love it."], [" Not that I care."], warm)

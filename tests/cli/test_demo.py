@@ -78,7 +78,7 @@ def test_a_given_model_answers_the_same_prompts_before_and_after(
     words.save_pretrained(folder)
     first = CliRunner().invoke(app, ["demo", "--model", "small"])
     assert first.exit_code == 0, first.output
-    for word in (*PROMPTS, "untouched model", "shared model", "ada's own model", "ben's own model"):
+    for word in (*PROMPTS, "base model", "shared model", "ada's own model", "ben's own model"):
         assert word in first.output
     assert "oracle" not in first.output
     page = (tmp_path / "prefed-demo-small" / "run-fedsdg" / "report.html").read_text("utf-8")

@@ -46,7 +46,7 @@ def rows(path):
 
 
 def test_the_answers_are_those_of_each_rounds_models(finished):
-    """The untouched model's before round 1, then the shared one's and each client's own. After the last round
+    """The base model's before round 1, then the shared one's and each client's own. After the last round
     they are what the finished run's models write."""
     known = rows(finished)
     models = [("shared", None), ("own", "left"), ("own", "right")]

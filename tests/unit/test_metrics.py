@@ -169,7 +169,7 @@ def test_the_order_of_clients_changes_nothing(values, draw):
 
 def test_pairs_without_finite_log_probabilities_are_counted_and_wrong():
     """Of four pairs one is NaN on one side, one infinite on both; the other two are right. Where all are
-    finite there is no such figure; the untouched model's numbers do not count."""
+    finite there is no such figure; the base model's numbers do not count."""
     nan, inf = math.nan, math.inf
     reference = [[-1, -2]] * 4
     figures = client_metrics(scores([[-1, -2], [nan, -2], [-inf, -inf], [-3, -4]], reference), 0.1)

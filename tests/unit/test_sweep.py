@@ -167,7 +167,7 @@ def test_a_table_is_made_cell_by_cell(tmp_path):
     ]
     figures = "0.800 ± 0.020 | 0.400 ± 0.010"
     assert table[2:] == [
-        f"| untouched model |  |  | {figures} |  |  |  |  |",
+        f"| base model |  |  | {figures} |  |  |  |  |",
         f"| `local` | 9e-3 | 1e-3 to 3e-2 | {figures} | {figures} | 3.0 | abc1234 |",
     ]
     (row,) = json.loads((tmp_path / "toy.json").read_text())

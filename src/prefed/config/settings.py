@@ -267,7 +267,7 @@ class ReportConfig(StrictModel):
 
     prompts: list[Annotated[str, Field(min_length=1)]] = Field(
         min_length=1,
-        description="a prompt or a list of prompts, answered by the untouched model and, after rounds 1, 2, "
+        description="a prompt or a list of prompts, answered by the base model and, after rounds 1, 2, "
         "4, 8, … and the last, by the shared model and by clients' own; a text becomes a user's turn if the "
         "clients' prompts are dialogues",
     )

@@ -394,7 +394,7 @@ class Exchange:
 
 
 def lay_over(untouched: Tensors, published: Download) -> Mapping[str, Tensors]:
-    """Return the single model ``"shared"``: the untouched model with all published groups applied.
+    """Return the single model ``"shared"``: the base model with all published groups applied.
 
     Raises:
         ValueError: two groups contain the same tensor.
@@ -426,7 +426,7 @@ class Method:
         newcomer: trainer of a newcomer, published → its model before any step. ``None``: the shared model.
         reads: model outputs for a pair: ``"policy"``, log-probabilities of both responses; ``"choice"``, a
             selector's logits of the two letters that name the better response.
-        shared_models: untouched model, published → name → models without personal parts. Several selectors
+        shared_models: base model, published → name → models without personal parts. Several selectors
             vote.
         pooled: all training pairs belong to one client (centralised training).
         personal: client models differ from the published model.

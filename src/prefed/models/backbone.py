@@ -60,7 +60,7 @@ class Backbone:
         model: Hugging Face causal language model, wrapped by PEFT unless all weights train.
         layout: names and shapes of the trainable tensors, ``lora/<block>/<module>/<A|B>`` and so on.
         initial: initial tensors of every client: A from one seeded draw, B zero, weights as loaded.
-        reference: tensors of the untouched model: zero for every LoRA B, personal LoRA, taste map and decoder
+        reference: tensors of the base model: zero for every LoRA B, personal LoRA, taste map and decoder
             of a variational selector. A shared LoRA applied over them acts alone.
         scaling: alpha / rank.
         family: the model's family; ``None`` if unknown.

@@ -29,7 +29,7 @@ SHOWN = 2
 class RoundAnswers(Callback):
     """Writes the answers after a round, from the states that it committed.
 
-    The untouched model answers before round 1. Where a run was killed between a round's commit and its
+    The base model answers before round 1. Where a run was killed between a round's commit and its
     answers, they are written when it goes on.
 
     Args:

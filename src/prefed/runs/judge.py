@@ -40,7 +40,7 @@ SAME = "the texts are equal, so the judge was not asked"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings of a comparison. By default, the other side is the untouched model.
+    """The settings of a comparison. By default, the other side is the base model.
 
     Attributes:
         judge: ``NAME`` or ``NAME:ARGUMENT``, see :data:`~prefed.align.judge.registry.ARGUMENTS`.

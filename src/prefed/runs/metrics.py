@@ -28,7 +28,7 @@ USUAL = (
 """Standard metrics in display order. Other metrics follow in the order of the summary."""
 
 CHOICE_WORDS: Mapping[str, tuple[str, str]] = {
-    "baseline_accuracy": ("before", "the untouched model"),
+    "baseline_accuracy": ("before", "the base model"),
     "preference_accuracy": (
         "preference accuracy",
         "the client's selector (with clusters, the selector of its cluster)",
@@ -46,7 +46,7 @@ TASTE_WORDS: Mapping[str, tuple[str, str]] = {
 
 REWARD_MEANING = (
     "share of pairs on which training raised the log-probability of the chosen response by more than that of "
-    "the rejected one, both compared with the untouched model"
+    "the rejected one, both compared with the base model"
 )
 REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
 """Metrics that only models with an explicit reward head have."""
@@ -94,7 +94,7 @@ def _words(name: str, kind: str) -> tuple[str, str]:
         label, by = words[name]
         return label, scored.format(by)
     known = {
-        "baseline_accuracy": ("before", f"{probable}, by the untouched model"),
+        "baseline_accuracy": ("before", f"{probable}, by the base model"),
         "shared_accuracy": (
             "shared model",
             f"{probable}, by the shared model without the client's own parts",

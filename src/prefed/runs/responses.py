@@ -250,7 +250,7 @@ class Models:
         save_over_start(side.backbone, side.tensors, start, folder, side.taste)
 
     def base(self) -> ModelSide:
-        """Return the untouched model: the base model of the alignment, or of the run."""
+        """Return the base model: the base model of the alignment, or of the run."""
         run = self._run
         if self.aligned and self._model != run.experiment.model:
             backbone = load_base(self._model, run.experiment.seed, None)

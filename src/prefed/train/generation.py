@@ -114,7 +114,7 @@ def complete(
     """Generate one response to a prompt.
 
     Args:
-        tensors: full layout; ``backbone.reference`` for the untouched model.
+        tensors: full layout; ``backbone.reference`` for the base model.
         key: random key. Equal keys give equal random numbers, also with other tensors.
         taste: ``[d_z]``, for a policy with a taste map; ``None`` for none.
 
@@ -181,7 +181,7 @@ def complete_batch(
     batches give equal tokens.
 
     Args:
-        tensors: full layout; ``backbone.reference`` for the untouched model.
+        tensors: full layout; ``backbone.reference`` for the base model.
         prompts: token ids of equal length; see :func:`length_batches`.
         keys: one random key per response.
         tastes: ``[B, d_z]``, for a policy with a taste map; ``None`` for none.

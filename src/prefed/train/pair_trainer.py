@@ -109,7 +109,7 @@ class PairTrainer:
         return PairVisit(rows, key, ownership, self)
 
     def score(self, tensors: Tensors, rows: Rows) -> PairScores | ChoiceScores:
-        """Score ``rows`` under ``tensors`` and under the untouched model, without dropout.
+        """Score ``rows`` under ``tensors`` and under the base model, without dropout.
 
         Scores are log-probabilities, or log-odds if the pairs are choices.
         """

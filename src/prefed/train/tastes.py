@@ -260,7 +260,7 @@ class LatentTrainer:
         settings = backbone.config.variational
         self._selector = VariationalSelector(settings, backbone.width)
         self._weights: Mapping[str, torch.Tensor] = backbone.parameters
-        # With a LoRA the base log-odds change from step to step, but h is always the untouched model's.
+        # With a LoRA the base log-odds change from step to step, but h is always the base model's.
         self._adapted = backbone.trains_trunk(backbone.layout.names)
 
     def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:

@@ -40,7 +40,7 @@ class PairScores:
 
     Attributes:
         policy: ``[n, 2]`` log-probabilities under the model that is scored.
-        reference: ``[n, 2]`` log-probabilities under the untouched model.
+        reference: ``[n, 2]`` log-probabilities under the base model.
         lengths: ``[n, 2]`` number of completion tokens, including end-of-text.
         rewards: ``[n, 2]`` scores of an explicit reward head; ``None`` if the model has none.
     """
@@ -114,7 +114,7 @@ class ChoiceScores:
 
     Attributes:
         orders: ``[n, 2]``, one column per presentation order.
-        baseline: ``[n, 2]``, the same for the untouched model.
+        baseline: ``[n, 2]``, the same for the base model.
     """
 
     orders: npt.NDArray[np.float32]
@@ -135,7 +135,7 @@ def choice_metrics(scores: ChoiceScores, jury: Sequence[ChoiceScores] = ()) -> d
         Shares of pairs:
 
         - ``preference_accuracy`` and ``reward_accuracy``, which are equal: the score is above 0.
-        - ``baseline_accuracy``: the score of the untouched model is above 0.
+        - ``baseline_accuracy``: the score of the base model is above 0.
         - with a jury, the metrics of :func:`jury_metrics`.
 
         Means over pairs: ``margin`` is the score in nats, ``choice_loss`` the cross-entropy over the two

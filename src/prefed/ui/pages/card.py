@@ -285,7 +285,7 @@ def _of(run: RunRecord, export: Export) -> list[Figure]:
 
 
 def _answers(run: RunRecord, export: Export) -> list[tuple[str, str, str]]:
-    """Each prompt of ``[report]`` with what the untouched model and the exported one write; empty without."""
+    """Each prompt of ``[report]`` with what the base model and the exported one write; empty without."""
 
     def texts(*model: str | int | None) -> dict[str, str]:
         rows = (row for row in run.answers if (row.model, row.client, row.round) == model)

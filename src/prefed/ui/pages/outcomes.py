@@ -191,7 +191,7 @@ def answers(run: RunRecord) -> list[Examples]:
     prompts = dict.fromkeys(prompt for _, _, prompt in texts)
     last = max((number for _, number, _ in texts), default=0)
     models = {model: answering(*model) for model, number, _ in texts if number == last}
-    untouched: dict[str, Any] = {"untouched model": (("untouched", None), 0)}
+    untouched: dict[str, Any] = {"base model": (("untouched", None), 0)}
 
     def beside(title: str, note: str, columns: Mapping[str, Any]) -> Examples:
         rows = [(prompt, [texts[*column, prompt] for column in columns.values()], "") for prompt in prompts]

@@ -66,7 +66,7 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
     columns = [(name, key) for name, key in COLUMNS if any(each.get(key) for each in outcomes)]
     paper = ["paper"] if any("paper" in each for each in outcomes) else []
     head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns)]
-    first = ["untouched model", "", "", *("" for _ in paper)]
+    first = ["base model", "", "", *("" for _ in paper)]
     for _, key in columns:
         before = key.replace("preference_accuracy", "baseline_accuracy")
         first.append("" if before == key else plus_minus(outcomes[0][before]))
