@@ -145,7 +145,9 @@ def test_a_plan_says_what_is_missing():
         r"summary.json",
     ):
         plan(experiment(privacy=LOCAL, fleet={}))
-    with pytest.raises(ConfigError, match=r"\[cohort\] size = 30, but 20 clients train: lower the size, or change --clients"):
+    with pytest.raises(
+        ConfigError, match="size = 30, but 20 clients train: lower the size, or change --clients"
+    ):
         plan(experiment(privacy=CENTRAL, cohort={"size": 30}))
 
 
