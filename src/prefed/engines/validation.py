@@ -193,18 +193,15 @@ def validate_upload(
             f"has numbers over {size:g} training pairs, fewer than [privacy] minimum_pairs = "
             f"{now.privacy.minimum_pairs}: {_listed(untold)}"
         )
+    by_group = (
+        _difference("tensors", f"group {name!r}", upload.tensors[name], layout.names)
+        for name, layout in groups.items()
+    )
     reason = (
         _surplus("tensors that are not shared", names & private)
         or _difference("groups", "the exchange", upload.tensors, groups)
         or _difference("numbers", "the exchange", upload.scalars, numbers)
-        or next(
-            (
-                reason
-                for name, layout in groups.items()
-                if (reason := _difference("tensors", f"group {name!r}", upload.tensors[name], layout.names))
-            ),
-            "",
-        )
+        or next(filter(None, by_group), "")
     )
     if reason:
         return reason
