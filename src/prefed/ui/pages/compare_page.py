@@ -6,8 +6,9 @@ This module collects the values; ``templates/compare.html`` lays them out.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from prefed.core import files
@@ -141,20 +142,17 @@ def _charts(
     compared: Compared, drawn: Sequence[int], names: Sequence[str]
 ) -> dict[str, tuple[str, list[Chart]]]:
     clock = "time" if all("time" in run.rounds[-1] for run in compared.runs) else "seconds"
-    sections = {
-        "rounds": ("Accuracy over rounds", [charts.over_rounds(compared, drawn, name) for name in names]),
-        "bytes": (
-            "Accuracy against traffic",
-            [charts.over_spent(compared, drawn, name, "bytes") for name in names],
-        ),
-        "time": (
-            "Accuracy against time",
-            [charts.over_spent(compared, drawn, name, clock) for name in names],
-        ),
-        "worst": ("Worst client", [charts.worst_against_mean(compared, drawn, name) for name in names]),
+    sections: dict[str, tuple[str, Callable[[Compared, Sequence[int], str], Chart | None]]] = {
+        "rounds": ("Accuracy over rounds", charts.over_rounds),
+        "bytes": ("Accuracy against traffic", partial(charts.over_spent, what="bytes")),
+        "time": ("Accuracy against time", partial(charts.over_spent, what=clock)),
+        "worst": ("Worst client", charts.worst_against_mean),
     }
-    found = {key: (title, [each for each in some if each]) for key, (title, some) in sections.items()}
-    return {key: (title, some) for key, (title, some) in found.items() if some}
+    found = {}
+    for key, (title, draw) in sections.items():
+        if some := [chart for name in names if (chart := draw(compared, drawn, name))]:
+            found[key] = (title, some)
+    return found
 
 
 def _runs(compared: Compared) -> Table:

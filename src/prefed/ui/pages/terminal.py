@@ -211,17 +211,17 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
             name = f"{name}, taste {evaluation.taste}"
             figures["preference_accuracy"] = replace(figures["preference_accuracy"], label="this taste")
         single = selector_figures(figures)
-        usual = [figure for n, figure in figures.items() if n not in (*REWARDED, *single)]
-        title = f"{name}: preference accuracy on {evaluation.what}"
-        console.print(terminal(metrics_table(title, usual, evaluation.pairs.get)))
-        if single:
-            title = f"{name}: individual selectors"
-            selectors = [figures[n] for n in single]
-            console.print(terminal(metrics_table(title, selectors, evaluation.pairs.get)))
-        rewarded = [figures[n] for n in ("preference_accuracy", *REWARDED) if n in figures]
-        if len(rewarded) > 1:
-            title = f"{name}: with the reward head"
-            console.print(terminal(metrics_table(title, rewarded, evaluation.pairs.get)))
+        usual = [n for n in figures if n not in (*REWARDED, *single)]
+        rewarded = [n for n in ("preference_accuracy", *REWARDED) if n in figures]
+        tables = {
+            f"preference accuracy on {evaluation.what}": usual,
+            "individual selectors": single,
+            "with the reward head": rewarded if len(rewarded) > 1 else [],
+        }
+        for title, names in tables.items():
+            if names:
+                metrics = [figures[n] for n in names]
+                console.print(terminal(metrics_table(f"{name}: {title}", metrics, evaluation.pairs.get)))
         margin = f"mean margin {evaluation.figures['margin']['mean']:.3f} nats"
         for loss, name_of_loss in (("dpo_loss", "DPO loss"), ("choice_loss", "cross-entropy")):
             if loss in evaluation.figures:
