@@ -446,5 +446,5 @@ def test_another_model_and_other_data_are_named(finished, place, tmp_path):
 
 def test_a_site_without_a_run_says_so(place, tmp_path):
     config = site_config(place, tmp_path, "w0")
-    with pytest.raises(RunError, match="has no run: this site has not taken part in one"):
+    with pytest.raises(RunError, match="contains no runs: this site has not taken part in any"):
         export_client(config, tmp_path / "model")

@@ -305,7 +305,8 @@ class TrackConfig(StrictModel):
         description="log every client's metrics by its id; false: nothing that names a client, and no page",
     )
     page: bool = Field(
-        True, description="add the page of prefed report, without what only its owner may read"
+        True,
+        description="include the page of `prefed report`, without the sections that only its owner may read",
     )
 
     @field_validator("to", mode="before")

@@ -356,7 +356,9 @@ def parse_grid(texts: Sequence[str], overrides: Sequence[str] = ()) -> list[Comb
         key, _, words = text.partition("=")
         key = key.strip()
         if key in axes:
-            raise ConfigError(f"--grid {text}: {key} has another --grid; give all its values in one --grid")
+            raise ConfigError(
+                f"--grid {text}: {key} already appears in another --grid; give all its values in one"
+            )
         if key in fixed:
             raise ConfigError(f"--grid {text}: {key} is also set by --set; remove one of them")
         for name, why in _ELSEWHERE.items():

@@ -1,4 +1,4 @@
-"""Basic types: tensors, owners, keys, phases, messages, methods. Imports no other package of prefed."""
+"""Basic types: tensors, owners, keys, phases, messages, methods. Does not import other packages of prefed."""
 
 from prefed.core.callback import Callback, Callbacks
 from prefed.core.method import (

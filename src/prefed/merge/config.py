@@ -94,7 +94,9 @@ class MergeConfig(StrictModel):
         "fedsa keeps B on the client; fedex adds the error of averaging to the base; flexlora factors the "
         "mean product",
     )
-    optimizer: ServerOptimizer = Field(ServerOptimizer(), description="server optimiser on the merged model")
+    optimizer: ServerOptimizer = Field(
+        ServerOptimizer(), description="server optimiser, applied to the merged model"
+    )
     staleness: Staleness = Field(Staleness(), description="discount on late uploads")
     late: Literal["model", "delta"] | None = Field(
         None,

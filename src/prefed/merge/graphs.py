@@ -46,7 +46,9 @@ class GraphConfig(StrictModel):
         description="exponential connects i to i ± 1, 2, 4 … on a ring; erdos_renyi draws edges at random; "
         "edges reads edges from a file, matrix a mixing matrix",
     )
-    probability: float | None = Field(None, gt=0, le=1, description="probability of an edge of erdos_renyi")
+    probability: float | None = Field(
+        None, gt=0, le=1, description="edge probability of an erdos_renyi graph"
+    )
     file: str | None = Field(
         None,
         description="for edges: two clients per line; for matrix: rows of sorted clients as text, or .mtx",

@@ -57,7 +57,7 @@ class Journal:
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(f"{self._path} is in use by another process; wait until it has ended") from None
+            raise RunError(f"{self._path} is in use by another process; wait for it to finish") from None
 
     def _read(self) -> None:
         whole = 0

@@ -210,7 +210,7 @@ def _run_folder(state: Path, name: str) -> Path:
     """The folder of the run with this prefix, or of the run that ended last if the prefix is empty."""
     runs = {path.parent.name: path.parent for path in sorted((state / "runs").glob("*/order.json"))}
     if not runs:
-        raise RunError(f"{state / 'runs'} has no run: this site has not taken part in one")
+        raise RunError(f"{state / 'runs'} contains no runs: this site has not taken part in any")
     shown = listed(sorted(runs), str)
     if name:
         found = [run for run in runs if run.startswith(name)]

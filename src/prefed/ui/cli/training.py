@@ -48,7 +48,7 @@ def run(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check everything and estimate sizes and the time of a round; write nothing.",
+            help="Check everything and estimate message sizes and the duration of a round; write nothing.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -87,7 +87,7 @@ def judged_table(judged: Sequence[Mapping[str, Any]], runs: Sequence[str] = ()) 
 
 
 def judged_notes(judged: Sequence[Outcome]) -> list[str]:
-    """Notes of the comparisons that have one."""
+    """Notes on the comparisons that have any."""
     return [f"{sides(each.summary)}: {each.summary['note']}." for each in judged if each.summary["note"]]
 
 

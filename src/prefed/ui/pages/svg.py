@@ -20,7 +20,7 @@ WIDE, NARROW = 880, 350
 MARKED = 12
 """Maximum number of visible markers of a line."""
 TOUCHED = 120
-"""Maximum number of points of a panel with a tooltip."""
+"""Maximum number of points in a panel for which tooltips are shown."""
 LETTER, LINE = 6.7, 15.0
 """Width of a letter and height of a line of text, in pixels."""
 ROOM = 14.0

@@ -106,7 +106,7 @@ class FlareProcess:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Kill the process and wait until it has ended."""
+        """Kill the process and wait for it to exit."""
         with self._process:
             self._process.kill()
 
