@@ -148,7 +148,8 @@ class Site:
         if header.get("format") != FORMAT:
             theirs = header.get("format")
             raise RefusalError(
-                f"the hub uses message format {theirs} and this site format {FORMAT}: install the same version of prefed"
+                f"the hub uses message format {theirs} and this site format {FORMAT}: install "
+                "the same version of prefed"
             )
         if kind == "hello":
             return pack(site=self.config.name)

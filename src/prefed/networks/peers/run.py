@@ -63,7 +63,7 @@ def run_peer(
 
     Args:
         client: the client whose pairs this peer trains on; see :func:`~prefed.networks.peers.run.choose`.
-        resume: resume from the last round that all peers have. A peer without a checkpoint starts from scratch.
+        resume: resume from the last round that all peers have; one without a checkpoint starts from scratch.
         callbacks: receive the events of this peer.
 
     Returns:
