@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from prefed import Experiment, run
-from prefed.engines import base_rounds, neighbours, rounds
+from prefed.engines import base_rounds, neighbours, server_rounds
 from prefed.engines.diagnostics import DIAGNOSE
 
 spent = Counter()
@@ -51,7 +51,7 @@ measured(base_rounds.Course, "diagnose", "diagnose")
 measured(base_rounds.Course, "commit", "commit")
 measured(base_rounds.Course, "commit", "disk", time.perf_counter)
 measured(neighbours.NeighbourRounds, "_train", "train")
-measured(rounds.ServerRounds, "_round", "server round")
+measured(server_rounds.ServerRounds, "_round", "server round")
 settings = json.loads(sys.argv[1])
 result = run(Experiment.model_validate(settings), sys.argv[2])
 count = len(result.rounds)

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 from prefed.core import Key
 from prefed.data import Record
-from prefed.runs.journal import Journal
+from prefed.runs.append_log import Journal
 from prefed.ui.collect.pairs import Choices, Questions, RecordedPairs
 from prefed.ui.collect.session import Session
 

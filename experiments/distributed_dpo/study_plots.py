@@ -31,7 +31,7 @@ from prefed.core.strict_settings import flatten
 from prefed.engines.simulated_fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import ConsensusFactors, Topology, consensus_factors
-from prefed.runs.record import RunRecord
+from prefed.runs.finished_run import RunRecord
 from prefed.runs.seed_groups import Case, cases, find_runs
 from prefed.runs.theory_constants import squared_gradients
 from prefed.ui.pages.comparison_data import case_names

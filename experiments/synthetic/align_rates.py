@@ -15,7 +15,7 @@ from typing import Any
 
 from prefed.config.align import align_settings
 from prefed.runs.align import align, stored_settings
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 
 
 def train(run: Path, lr: float) -> dict[str, Any]:

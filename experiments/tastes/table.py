@@ -24,7 +24,7 @@ from clients import AS_IT_IS, REVERSED, read
 from prefed import load_run
 from prefed.config import Experiment
 from prefed.core import files
-from prefed.merge.tastes import active_units
+from prefed.merge.posteriors import active_units
 from prefed.runs.tastes import COLLAPSED_BELOW, read_tastes
 from prefed.train.metrics.tastes import kl_per_dimension, transfer
 

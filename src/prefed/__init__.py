@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefed.config import ConfigError, Experiment
     from prefed.core import Callback
+    from prefed.runs.finished_run import RunRecord, read_run
     from prefed.runs.loaded_run import LoadedRun, load_run
-    from prefed.runs.record import RunRecord, read_run
     from prefed.runs.run import RunResult, run
 
 __all__ = [
@@ -36,7 +36,7 @@ _MODULES = {
     "config": ("ConfigError", "Experiment"),
     "core": ("Callback",),
     "runs.loaded_run": ("LoadedRun", "load_run"),
-    "runs.record": ("RunRecord", "read_run"),
+    "runs.finished_run": ("RunRecord", "read_run"),
     "runs.run": ("RunResult", "run"),
 }
 

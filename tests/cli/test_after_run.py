@@ -15,8 +15,8 @@ from finished import logprobs, small_experiment, small_place
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.runs.evaluate import evaluate
+from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import load_run
-from prefed.runs.record import RunError
 from prefed.ui.cli import app
 
 ACCURACIES = ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy")

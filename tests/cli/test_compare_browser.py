@@ -7,7 +7,7 @@ import pytest
 from browser import chromium as chromium
 from browser import needs_chromium
 from finished import write_run
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.pages.compare_page import write_comparison
 from prefed.ui.pages.comparison_data import ChosenCase

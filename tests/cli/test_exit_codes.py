@@ -9,18 +9,18 @@ from typer.testing import CliRunner
 from prefed.ui.cli import app
 
 COMMANDS = {
-    "run": (["run", "none.toml"], "prefed.config.table.load_cell"),
-    "align": (["align", "none", "--prompts", "p.jsonl"], "prefed.runs.record.read_run"),
+    "run": (["run", "none.toml"], "prefed.config.experiment_table.load_cell"),
+    "align": (["align", "none", "--prompts", "p.jsonl"], "prefed.runs.finished_run.read_run"),
     "judge": (["judge", "none", "--judge", "utility", "--prompts", "p"], "prefed.runs.judge.judge"),
     "collect": (["collect", "--from", "none.jsonl"], "prefed.ui.collect.pairs.recorded_pairs"),
     "sweep": (["sweep", "none.toml"], "prefed.runs.sweep.sweep_cells"),
     "init": (["init", "feddpo", "--out", "."], "prefed.config.method_kind"),
-    "data": (["data", "none.toml"], "prefed.config.table.load_cell"),
+    "data": (["data", "none.toml"], "prefed.config.experiment_table.load_cell"),
     "evaluate": (["evaluate", "none"], "prefed.runs.loaded_run.load_run"),
-    "compare": (["compare", "none", "other"], "prefed.runs.record.read_run"),
+    "compare": (["compare", "none", "other"], "prefed.runs.finished_run.read_run"),
     "push": (["push", "none", "ann/none"], "prefed.runs.export.check_target"),
-    "report": (["report", "none"], "prefed.runs.record.read_run"),
-    "export": (["export", "none"], "prefed.runs.record.read_run"),
+    "report": (["report", "none"], "prefed.runs.finished_run.read_run"),
+    "export": (["export", "none"], "prefed.runs.finished_run.read_run"),
     "generate": (["generate", "none", "--prompt", "x"], "prefed.runs.loaded_run.load_run"),
     "privacy": (["privacy", "none.toml"], "prefed.networks.federation.experiment.load_federated"),
     "theory": (["theory", "none.toml"], "prefed.theory.statements"),
@@ -97,7 +97,7 @@ def test_all_is_well_is_0(words):
 def test_a_process_gives_the_code_to_its_shell():
     """Ctrl-C, an unknown option and a file that is not there, as a shell sees them."""
     # A shell's background job has SIGINT ignored, and its children too.
-    interrupt = "import os, signal, prefed.config.table as t\n" + (
+    interrupt = "import os, signal, prefed.config.experiment_table as t\n" + (
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "t.load_cell = lambda *words: os.kill(os.getpid(), signal.SIGINT)\n"
     )

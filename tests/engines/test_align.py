@@ -25,7 +25,7 @@ from prefed.config.align import align_settings
 from prefed.core.wire import decode_state
 from prefed.data import Record, Source, Template
 from prefed.runs.align import align as align_run
-from prefed.runs.record import RunError
+from prefed.runs.finished_run import RunError
 from prefed.runs.run import run
 from prefed.train.generation import prompt_ids
 from prefed.ui.cli import app

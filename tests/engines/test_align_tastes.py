@@ -28,9 +28,9 @@ from prefed.runs.align import align as align_run
 from prefed.runs.align import check_named_tastes
 from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate
+from prefed.runs.finished_run import RunError, alignment_of
 from prefed.runs.labels import make_judge, selectors_of
 from prefed.runs.loaded_run import load_run
-from prefed.runs.record import RunError, alignment_of
 from prefed.runs.responses import Models
 from prefed.runs.tastes import at_taste, common_taste, known_tastes, taste_of_file, told_taste
 from prefed.train.generation import Sampling, complete_batch

@@ -20,8 +20,8 @@ from prefed.networks.federation.federate import Terms, experiment_for_sites, fed
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
+from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import load_run
-from prefed.runs.record import RunError
 from prefed.store import RunReader
 from toy import Warned, outcome
 from workers import make_place

@@ -26,7 +26,7 @@ from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.export import write_model
-from prefed.runs.record import RunError
+from prefed.runs.finished_run import RunError
 from prefed.ui.cli import app
 from toy import Warned
 from workers import CLIENTS, make_place

@@ -17,8 +17,8 @@ from prefed import Experiment, run
 from prefed.core.wire import encode
 from prefed.engines import Task, run_task
 from prefed.runs.evaluate import evaluate, evaluate_file
+from prefed.runs.finished_run import read_run
 from prefed.runs.loaded_run import load_run
-from prefed.runs.record import read_run
 from prefed.store import RunReader
 from prefed.ui.pages.page import render
 from prefed.ui.pages.terminal import print_result

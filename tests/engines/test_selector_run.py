@@ -16,8 +16,8 @@ import toy
 from prefed import ConfigError, Experiment, run
 from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate, evaluate_file
+from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.loaded_run import load_run
-from prefed.runs.record import RunError, read_run
 from prefed.trackers.terminal import stdout_console
 from prefed.train.metrics import choice_metrics
 from prefed.ui.cli import app

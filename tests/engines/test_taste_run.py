@@ -18,9 +18,9 @@ from prefed.methods.base.tastes import POPULATION, Z, posteriors
 from prefed.models import load_client, save_client
 from prefed.runs.build import response_encoder
 from prefed.runs.evaluate import evaluate, evaluate_file
+from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.labels import selectors_of
 from prefed.runs.loaded_run import load_run
-from prefed.runs.record import RunError, read_run
 from prefed.runs.start_or_resume import settings_digest
 from prefed.runs.tastes import any_taste, at_taste, measure_tastes, read_tastes, server_taste, told_taste
 from prefed.store import RunReader

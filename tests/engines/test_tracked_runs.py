@@ -239,7 +239,7 @@ def test_a_tool_that_fails_ends_no_run(place, tmp_path):
 
 def test_a_page_for_tools_has_nothing_of_the_private_folders(tmp_path):
     """The page of prefed report quotes a judge's responses and the gates, and this one does not."""
-    from prefed.runs.record import read_run
+    from prefed.runs.finished_run import read_run
     from prefed.ui.pages.page import render
 
     gates = {"gate": {"ann": {"0": 0.51, "1": 0.52}}}

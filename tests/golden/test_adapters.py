@@ -23,8 +23,8 @@ from prefed.models import (
     save_client,
     save_merged,
 )
-from prefed.models.parts import PART_BUILDERS
 from prefed.models.tastes import TASTE_MAP, tasting
+from prefed.models.trainable_parts import PART_BUILDERS
 
 IDS = torch.arange(1, 13)[None]
 

@@ -13,7 +13,7 @@ from tests.small_models import Pairs, away, backbone
 from prefed.core import Tensors
 from prefed.models.backbone import Backbone
 from prefed.models.config import ModelConfig
-from prefed.models.parts import RewardHead, lora_layers
+from prefed.models.trainable_parts import RewardHead, lora_layers
 from prefed.train import PairTrainer
 from prefed.train.packed import PackedForward
 from prefed.train.padded import PaddedForward

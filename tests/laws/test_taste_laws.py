@@ -10,7 +10,7 @@ from prefed.core import Objective, Privacy, Tensors
 from prefed.core.wire import encode
 from prefed.engines.validation import validate_upload
 from prefed.merge import MergeConfig
-from prefed.merge.tastes import summarize
+from prefed.merge.posteriors import summarize
 from prefed.methods.base import tastes as posteriors
 from prefed.train.losses import LATENT
 from prefed.train.metrics import choice_metrics

@@ -9,7 +9,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from prefed.config import ConfigError, Experiment, to_toml
-from prefed.config.table import load_table
+from prefed.config.experiment_table import load_table
 from prefed.core import Key, Privacy
 from prefed.engines.job import draw_cohort
 from prefed.privacy import Guarantee, guarantee_of

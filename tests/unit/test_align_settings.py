@@ -10,7 +10,7 @@ from prefed.config import ConfigError
 from prefed.config.align import align_settings
 from prefed.core import Key
 from prefed.runs.align import read_settings
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 
 
 def test_a_key_that_is_given_takes_the_place_of_another_one(tmp_path):

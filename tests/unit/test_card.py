@@ -5,7 +5,7 @@ import pytest
 from finished import write_run
 from prefed.models import ModelConfig
 from prefed.runs.export import Export
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 from prefed.ui.pages.card import model_card
 
 EVIL = "x\n---\n\n# Evil"

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finished import write_run
-from prefed.runs.record import read_run
-from prefed.ui.pages import clients, plot_file, rounds
-from prefed.ui.pages.chart import (
+from prefed.runs.finished_run import read_run
+from prefed.ui.pages import clients, plot_file, round_curves
+from prefed.ui.pages.chart_data import (
     COLORS,
     DARK,
     LIGHT,
@@ -73,7 +73,7 @@ def shapes(drawing, kind):
 
 def test_points_say_their_values_in_both_widths(run):
     """Wilson's intervals of the mean, see ``test_page.py``."""
-    for svg in svgs(rounds.accuracy(run)):
+    for svg in svgs(round_curves.accuracy(run)):
         means = ("0: 25% (11% to 50%)", "1: 50% (30% to 70%)", "2: 67% (43% to 83%)")
         notes = [f"mean, round {mean}" for mean in means]
         notes += [f"worst client, round {r}: {v}%" for r, v in ((0, "0.0"), (1, "25.0"), (2, "25.0"))]
@@ -84,10 +84,10 @@ def test_points_say_their_values_in_both_widths(run):
 
 
 def test_panels_are_below_each_other_on_a_phone(run):
-    wide, narrow = drawings(rounds.cost(run))
+    wide, narrow = drawings(round_curves.cost(run))
     assert (wide.kind, wide.width, wide.height) == ("broad", WIDE, 240)
     assert (narrow.kind, narrow.width, narrow.height) == ("phone", NARROW, 480)
-    for svg, drawing in zip(svgs(rounds.cost(run)), (wide, narrow), strict=True):
+    for svg, drawing in zip(svgs(round_curves.cost(run)), (wide, narrow), strict=True):
         assert svg.get("viewBox") == f"0 0 {drawing.width} {drawing.height}"
         for text in svg.iter("text"):
             assert 0 <= float(text.get("x")) <= drawing.width
@@ -96,7 +96,7 @@ def test_panels_are_below_each_other_on_a_phone(run):
 
 def test_colors_are_those_of_the_page(run):
     """No colour of a theme is in a chart; every variable is one of page.css, for light and dark screens."""
-    text = figure(rounds.cost(run))
+    text = figure(round_curves.cost(run))
     assert not any(c in text for theme in (LIGHT, DARK) for c in (theme.text, theme.quiet, *theme.lines))
     variables = set(re.findall(r"var\((--[\w-]+)\)", text))
     assert "--plot-1" in variables
@@ -193,7 +193,7 @@ def test_a_map_has_its_numbers_and_no_colour_for_none():
 
 
 def test_numbers_are_those_of_the_chart(run):
-    cost = rounds.cost(run)
+    cost = round_curves.cost(run)
     kind, _, data = csv_address(cost).partition(",")
     assert kind == "data:text/csv;charset=utf-8;base64"
     assert base64.b64decode(data).decode() == csv_of(cost)

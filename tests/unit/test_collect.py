@@ -16,7 +16,7 @@ from prefed.data.sources import ReadCounts, read_records
 from prefed.data.tokens import prompt_hash
 from prefed.models import ModelConfig, load_backbone
 from prefed.models.tiny import make_tiny
-from prefed.runs.record import RunError
+from prefed.runs.finished_run import RunError
 from prefed.train.generation import Sampling, complete_batch
 from prefed.ui.collect import page
 from prefed.ui.collect.pairs import Choices, CollectError, DrawnPairs, recorded_pairs

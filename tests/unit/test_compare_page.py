@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from finished import config, write_run
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.cli import app
 from prefed.ui.pages import compare_page

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from prefed import methods
 from prefed.config import Experiment
-from prefed.config.table import Table
+from prefed.config.experiment_table import Table
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS, LocalSettings, TrainingSettings, registry
 from prefed.methods.base import FedAvgBase
@@ -124,7 +124,7 @@ def missing_paths(page: str) -> list[str]:
 
 def test_every_path_on_the_page_of_rooms_exists() -> None:
     assert missing_paths((DOCS / "rooms.md").read_text("utf-8")) == []
-    assert missing_paths("`engines/rounds.py`, `engines/none.py`, `test_none.py`") == [
+    assert missing_paths("`engines/server_rounds.py`, `engines/none.py`, `test_none.py`") == [
         "engines/none.py",
         "test_none.py",
     ]

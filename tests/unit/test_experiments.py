@@ -16,7 +16,7 @@ from commands import sweep_command
 from experiment_scripts import EXPERIMENTS, rows, script
 from prefed import run
 from prefed.config import Experiment
-from prefed.config.table import load_table
+from prefed.config.experiment_table import load_table
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
 from prefed.runs import sweep_child

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finished import write_run
-from prefed.runs.record import RunError, read_run
+from prefed.runs.finished_run import RunError, read_run
 from prefed.trackers.tools import MLflow, Told
 from prefed.ui.cli import app
 from prefed.ui.pages.page import public_page

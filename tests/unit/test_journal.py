@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from prefed.runs.journal import Journal
-from prefed.runs.record import RunError
+from prefed.runs.append_log import Journal
+from prefed.runs.finished_run import RunError
 from prefed.runs.responses import slug
 
 ROWS = [{"row": 1, "outcome": 1.0, "words": "é \x9b31m"}, {"row": 2, "outcome": None, "words": "\ud800"}]

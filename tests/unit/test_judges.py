@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2Fo
 
 from prefed.align.judge import TEMPLATES, JudgeError, PairTemplate, Question, Verdict, outcome
 from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
+from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import (
     JudgeOptions,
     criterion_template,
@@ -20,7 +21,6 @@ from prefed.align.judge.questions import (
     parse_plain,
     references,
 )
-from prefed.align.judge.registry import split_name
 from prefed.core import Key
 from prefed.data import Record, synthetic
 from prefed.data.record import Message

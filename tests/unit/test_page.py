@@ -12,9 +12,9 @@ import pytest
 from jinja2 import UndefinedError
 
 from finished import CLIENTS, write_run
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
-from prefed.ui.pages import clients, origin, plot_file, rounds
+from prefed.ui.pages import clients, origin, plot_file, round_curves
 from prefed.ui.pages.compare_charts import comparison
 from prefed.ui.pages.html import environment
 from prefed.ui.pages.page import render, write_page
@@ -132,11 +132,11 @@ def test_cards_have_both_accuracies_with_their_intervals(tmp_path):
     cards, heading, _ = page.partition("Metrics over rounds")
     assert heading
     assert "worst tenth" not in cards
-    chart = rounds.accuracy(run)
+    chart = round_curves.accuracy(run)
     policy, reward = chart.panels
     assert (policy.title, reward.title, chart.same) == ("preference accuracy", "reward accuracy", True)
     assert [[y for _, y in line.points] for line in reward.shown] == [[pytest.approx(2 / 3)] * 2, [0.5, 0.5]]
-    each = {line.name: [y for _, y in line.points] for line in rounds.clients(run).panels[0].shown}
+    each = {line.name: [y for _, y in line.points] for line in round_curves.clients(run).panels[0].shown}
     assert each == {client: list(values) for client, values in CLIENTS.items()}
 
 
@@ -165,7 +165,7 @@ def test_the_page_names_the_best_round_and_what_noise_promises(tmp_path):
 def test_clients_with_equal_curves_all_show(tmp_path):
     """Each later curve is thinner than the one that it lies on."""
     run = read_run(write_run(tmp_path / "run", dict.fromkeys("abcdefghij", (0.5,) * 3)))
-    widths = [line.look.width for line in rounds.clients(run).panels[0].shown]
+    widths = [line.look.width for line in round_curves.clients(run).panels[0].shown]
     assert len(widths) == 10
     assert widths == sorted(set(widths), reverse=True)
 
@@ -173,10 +173,10 @@ def test_clients_with_equal_curves_all_show(tmp_path):
 def test_of_more_clients_quantiles_are_drawn_over_rounds(tmp_path):
     """The k-th of 21 clients has k/20 after the only round: the quartiles are ¼, ½ and ¾."""
     run = read_run(write_run(tmp_path / "run", {f"c{k:02}": (0.5, k / 20) for k in range(21)}))
-    assert rounds.clients(run) is None  # one evaluation is shown by the bars
+    assert round_curves.clients(run) is None  # one evaluation is shown by the bars
     run = read_run(write_run(tmp_path / "two", {f"c{k:02}": (0.5, 0.5, k / 20) for k in range(21)}))
-    lines = rounds.clients(run).panels[0].shown
-    assert [line.name for line in lines] == list(rounds.QUANTILES)
+    lines = round_curves.clients(run).panels[0].shown
+    assert [line.name for line in lines] == list(round_curves.QUANTILES)
     assert [line.points[-1][1] for line in lines] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
     assert "preference accuracy, worst tenth" in render(run)
 
@@ -205,7 +205,7 @@ def test_no_interval_is_beyond_what_a_share_can_be(tmp_path):
     assert table.caption == "Lowest first; 95% intervals in brackets."
     (row,) = [cells for name, cells in clients.fairness(run).rows if name == "95% interval of the mean"]
     assert row[:2] == ["0.000 to 0.346", "0.255 to 0.745"]
-    mean = rounds.accuracy(run).panels[0].shown[0]
+    mean = round_curves.accuracy(run).panels[0].shown[0]
     assert (min(mean.low), max(mean.high)) == (0.0, pytest.approx(0.745, abs=1e-3))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefed.core import Key
 from prefed.merge.clustering import assign_prototypes, balanced_assignment, kmeans
-from prefed.merge.tastes import Posterior, bound_posteriors, privatize, summarize
+from prefed.merge.posteriors import Posterior, bound_posteriors, privatize, summarize
 
 SEEDS = st.integers(0, 2**16)
 

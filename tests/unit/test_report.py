@@ -10,9 +10,9 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.core import Privacy
-from prefed.runs.record import RunError, read_run
+from prefed.runs.finished_run import RunError, read_run
 from prefed.train.metrics import federated_metric, federated_metrics, spread
-from prefed.ui.pages import clients, rounds
+from prefed.ui.pages import clients, round_curves
 from prefed.ui.pages.comparison_data import Compared, differences, disagreements, labels
 from prefed.ui.pages.comparison_tables import differences_table, runs_table
 from prefed.ui.pages.page import render
@@ -365,7 +365,7 @@ def test_figures_of_one_family_share_a_panel(tmp_path):
             figures={"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.4], "merged": [2, 2], "more": [1, 2]},
         )
     )
-    (panel, other) = rounds.numbers(run, rounds.own_metrics(run)).plot.panels
+    (panel, other) = round_curves.numbers(run, round_curves.own_metrics(run)).plot.panels
     assert (panel.title, other.title) == ("gate", "more")
     assert [(line.name, [y for _, y in line.points]) for line in panel.shown] == [
         ("0", [0.1, 0.9]),
@@ -377,17 +377,17 @@ def test_figures_that_do_not_change_are_lines(tmp_path):
     """Of one family all are drawn if one of them changes. Means of evaluations stand apart."""
     told = {"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.5], "merged": [2, 2]}
     run = read_run(write_run(tmp_path / "run", figures=told))
-    assert rounds.evaluated_metrics(run) == ["margin"]
-    assert rounds.moving(run, rounds.own_metrics(run)) == (["gate/0", "gate/1"], {"merged": 2.0})
-    numbers = rounds.numbers(run, rounds.own_metrics(run))
+    assert round_curves.evaluated_metrics(run) == ["margin"]
+    assert round_curves.moving(run, round_curves.own_metrics(run)) == (["gate/0", "gate/1"], {"merged": 2.0})
+    numbers = round_curves.numbers(run, round_curves.own_metrics(run))
     assert numbers.constant == ["merged: 2 in all 2 rounds that report it."]
     assert numbers.plot.alt == "gate/0 from 0.1 to 0.9; gate/1 from 0.5 to 0.5."
-    assert rounds.numbers(run, ["merged"]).plot is None
+    assert round_curves.numbers(run, ["merged"]).plot is None
 
 
 def test_curves_begin_at_the_untouched_model(run):
     """Round 0 is the baseline: mean (0.25 + 0.5 + 0)/3 = 0.25, worst 0."""
-    mean, worst = ([y for _, y in line.points] for line in rounds.accuracy(run).panels[0].shown)
+    mean, worst = ([y for _, y in line.points] for line in round_curves.accuracy(run).panels[0].shown)
     assert mean == pytest.approx([0.25, 0.5, 2 / 3])
     assert worst == [0.0, 0.25, 0.25]
 

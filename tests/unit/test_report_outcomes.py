@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from finished import write_run
-from prefed.runs.record import EXAMPLES, Outcome, RunError, alignment_of, judged_of, read_run
-from prefed.ui.pages.chart import Bars, Line
+from prefed.runs.finished_run import EXAMPLES, Outcome, RunError, alignment_of, judged_of, read_run
+from prefed.ui.pages.chart_data import Bars, Line
 from prefed.ui.pages.comparison_tables import print_comparison
 from prefed.ui.pages.outcomes import alignment_facts, epochs_table, judged_chart, judged_table, print_judged
 from prefed.ui.pages.page import render, write_page

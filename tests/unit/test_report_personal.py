@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from finished import CLIENTS, write_run
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
-from prefed.ui.pages import clients, rounds
+from prefed.ui.pages import clients, round_curves
 from prefed.ui.pages.comparison_tables import reward_table
 from prefed.ui.pages.page import render
 from prefed.ui.pages.tables import terminal
@@ -124,7 +124,7 @@ def test_the_page_says_what_a_reward_head_comes_to(rewarded):
     )
     assert "the reward head scores higher" in page
     assert "mean reward-head score of the chosen response minus that of the rejected response." in page
-    (chart,) = rounds.reward_head(rewarded)
+    (chart,) = round_curves.reward_head(rewarded)
     curves = {line.name: [y for _, y in line.points] for line in chart.panels[0].shown}
     assert curves == {
         "combined accuracy": [0.75] * 2,

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from finished import CLIENTS, write_run
 from prefed.runs.evaluate import Evaluation
+from prefed.runs.finished_run import RunRecord, read_run
 from prefed.runs.metrics import VOTE, groupings_of
-from prefed.runs.record import RunRecord, read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.pages import selector_agreement
-from prefed.ui.pages.chart import Bars, Line
+from prefed.ui.pages.chart_data import Bars, Line
 from prefed.ui.pages.comparison_tables import print_comparison
 from prefed.ui.pages.page import render
 from prefed.ui.pages.terminal import print_evaluation, print_result

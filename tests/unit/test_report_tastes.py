@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from finished import write_run
-from prefed.runs.record import RunError, read_run
+from prefed.runs.finished_run import RunError, read_run
 from prefed.train.metrics import COLLAPSE_REMEDY, federated_metric
 from prefed.ui.pages import tastes
 from prefed.ui.pages.page import render, write_page

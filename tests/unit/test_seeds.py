@@ -13,7 +13,7 @@ from scipy import stats
 
 from finished import config, write_run
 from prefed.runs import seed_groups
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 from prefed.runs.seed_groups import cases
 from prefed.ui.pages.comparison_data import Compared, case_names, disagreements, few_seeds, rows_of_tests
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from experiment_scripts import EXPERIMENTS, rows, script
-from prefed.config.table import load_table
+from prefed.config.experiment_table import load_table
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
 from prefed.ui.cli import app

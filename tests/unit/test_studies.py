@@ -12,7 +12,7 @@ from experiment_scripts import EXPERIMENTS, script
 from finished import CLIENTS, config, write_run
 from prefed.merge.mixing import ConsensusFactors
 from prefed.runs import seed_groups
-from prefed.runs.record import RunError, read_run
+from prefed.runs.finished_run import RunError, read_run
 from prefed.ui.pages.page import render
 
 sys.path.append(str(EXPERIMENTS / "distributed_dpo"))

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiment_scripts import EXPERIMENTS, script
-from prefed.config.table import load_table
+from prefed.config.experiment_table import load_table
 from prefed.core import Key
 from prefed.data import synthetic
 from prefed.ui.cli import app

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefed.config import ConfigError, Experiment
-from prefed.config.table import load_cell, load_table
+from prefed.config.experiment_table import load_cell, load_table
 from prefed.runs.sweep import sweep_cells
 from prefed.ui.cli import app
 

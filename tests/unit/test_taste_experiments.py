@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from experiment_scripts import EXPERIMENTS, rows, script
-from prefed.config.table import load_table
+from prefed.config.experiment_table import load_table
 from preferences import jsonl
 
 CELLS = {

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefed.merge.tastes import active_units
+from prefed.merge.posteriors import active_units
 from prefed.train.metrics.tastes import Transfer, kl_per_dimension, latent_map, transfer
 
 SEEDS = st.integers(0, 2**16)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from finished import write_run
 from prefed import Callback, Experiment, run
 from prefed.data.statistics import dataset_statistics
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 from prefed.trackers.terminal import Terminal, stdout_console
 from prefed.ui.cli import app
 from prefed.ui.cli.errors import user_errors

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finished import CLIENTS, write_run
-from prefed.runs.record import RunError
+from prefed.runs.finished_run import RunError
 from prefed.store.directory import at_work
 from prefed.ui.cli.app import app
 from prefed.ui.pages import watch

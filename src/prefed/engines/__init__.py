@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prefed.engines.base_rounds import RoundError
     from prefed.engines.job import Job, TrainerFactory
     from prefed.engines.neighbours import NeighbourRounds
-    from prefed.engines.rounds import ServerRounds
+    from prefed.engines.server_rounds import ServerRounds
     from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
 __all__ = [

@@ -25,9 +25,9 @@ from prefed.core import Key, Tensors, files
 from prefed.models.backbone import Backbone, load_backbone
 from prefed.models.config import ModelConfig
 from prefed.models.fused_lora import lora_factors
-from prefed.models.parts import WEIGHTS, lora_layers
 from prefed.models.pretrained import ModelError
 from prefed.models.tastes import TASTE_MAP
+from prefed.models.trainable_parts import WEIGHTS, lora_layers
 
 FORMAT = 1
 ABOUT, TENSORS = "prefed.json", "client.safetensors"

@@ -19,15 +19,6 @@ from prefed.core.tensors import Layered
 from prefed.models.config import ModelConfig
 from prefed.models.families import FAMILIES, Family, with_lora
 from prefed.models.fused_lora import fuse
-from prefed.models.parts import (
-    PART_BUILDERS,
-    WEIGHTS,
-    FinalNorm,
-    ParameterSpec,
-    PartContext,
-    RewardHead,
-    lora_layers,
-)
 from prefed.models.pretrained import (
     ModelError,
     check_dtype,
@@ -41,6 +32,15 @@ from prefed.models.pretrained import (
     text_config,
 )
 from prefed.models.tastes import DECODER, TASTE_MAP, TasteMap
+from prefed.models.trainable_parts import (
+    PART_BUILDERS,
+    WEIGHTS,
+    FinalNorm,
+    ParameterSpec,
+    PartContext,
+    RewardHead,
+    lora_layers,
+)
 
 _TRUNK_PARTS = frozenset({WEIGHTS, "lora", "residual", "personal_lora", "gate", "norm", TASTE_MAP})
 """Parts inside the trunk. While none of them trains, the trunk's output for a pair is constant."""
@@ -194,7 +194,8 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
 
     Args:
         key: random key for initial values.
-        needs: parts that the method and the merge rule need; see :data:`prefed.models.parts.PART_BUILDERS`.
+        needs: parts that the method and the merge rule need; see
+            :data:`prefed.models.trainable_parts.PART_BUILDERS`.
 
     Raises:
         ModelError: the model cannot be loaded, has no module to adapt, or does not support a part.

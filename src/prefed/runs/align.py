@@ -15,8 +15,8 @@ import torch
 
 from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors, check_inputs
 from prefed.align import align as run_stages
+from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import JudgeOptions
-from prefed.align.judge.registry import split_name
 from prefed.align.run import SETTINGS, SUMMARY
 from prefed.align.tastes import check_told
 from prefed.config import AlignConfig, Experiment
@@ -26,9 +26,9 @@ from prefed.core.text import did_you_mean, listed, pluralize
 from prefed.data import DataConfig
 from prefed.engines import Job
 from prefed.models import ModelConfig
+from prefed.runs.finished_run import RunRecord, read_run
 from prefed.runs.labels import JudgeLabels, check_selectors, make_judge, selectors_of, untrained
 from prefed.runs.loaded_run import LoadedRun, load_run
-from prefed.runs.record import RunRecord, read_run
 from prefed.runs.start_or_resume import run_log
 from prefed.runs.tastes import OPPOSED, common_taste, known_tastes, split_taste, told_taste
 from prefed.runs.track import tracked_alignment

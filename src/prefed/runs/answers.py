@@ -13,8 +13,8 @@ from prefed.core.text import timed
 from prefed.data import Message, Template
 from prefed.data.encoding import continuation_text
 from prefed.engines import Job
+from prefed.runs.finished_run import ANSWERS, RunRecord, read_answers
 from prefed.runs.loaded_run import LoadedRun, no_client
-from prefed.runs.record import ANSWERS, RunRecord, read_answers
 from prefed.runs.summary import mean_models
 from prefed.store import RunReader, RunWriter
 from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches, prompt_ids, room_for

@@ -12,8 +12,8 @@ from typing import Any, Literal, cast
 from prefed.core.text import pluralize
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer, pair_figures
 from prefed.runs.build import response_encoder
+from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
-from prefed.runs.record import RunError
 from prefed.runs.tastes import OWN, is_one_taste, split_taste
 from prefed.train import PairTrainer
 from prefed.train.metrics import (

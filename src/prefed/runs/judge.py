@@ -18,16 +18,16 @@ from typing import Any
 
 from prefed.align.judge import Judge, Question, Verdict, outcome
 from prefed.align.judge.local import MEAN
+from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import JudgeOptions, NumberedPrompt, numbered_prompts, references
-from prefed.align.judge.registry import split_name
 from prefed.core import files
 from prefed.core.strict_settings import differing
 from prefed.core.text import pluralize
 from prefed.data.record import plain_prompt
-from prefed.runs.journal import Journal
+from prefed.runs.append_log import Journal
+from prefed.runs.finished_run import RunError
 from prefed.runs.labels import make_judge
 from prefed.runs.loaded_run import LoadedRun, load_run
-from prefed.runs.record import RunError
 from prefed.runs.responses import Models, Progress, References, Side, slug
 from prefed.runs.tastes import needs_pairs
 from prefed.runs.track import tell_judged
@@ -43,7 +43,7 @@ class Comparison:
     """The settings of a comparison. By default, the other side is the base model.
 
     Attributes:
-        judge: ``NAME`` or ``NAME:ARGUMENT``, see :data:`~prefed.align.judge.registry.ARGUMENTS`.
+        judge: ``NAME`` or ``NAME:ARGUMENT``, see :data:`~prefed.align.judge.names.ARGUMENTS`.
         prompts: the file of prompts.
         other: compare with the model of this run.
         reference: compare with the reference answers in this file.

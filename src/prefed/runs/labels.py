@@ -15,15 +15,15 @@ from prefed.align import Selectors
 from prefed.align.judge import Judge, Question, Verdict, outcome
 from prefed.align.judge.endpoint import EndpointJudge
 from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
+from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import JudgeOptions, blocks, by_score
-from prefed.align.judge.registry import split_name
 from prefed.core import files
 from prefed.data import Record
 from prefed.methods import METHODS
 from prefed.methods.base.tastes import Z
 from prefed.runs.build import response_encoder
+from prefed.runs.finished_run import RunError, RunRecord
 from prefed.runs.loaded_run import LoadedRun, load_run
-from prefed.runs.record import RunError, RunRecord
 from prefed.runs.tastes import told_taste
 from prefed.train.metrics import majority
 

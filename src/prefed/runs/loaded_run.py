@@ -24,7 +24,7 @@ from prefed.engines import Job
 from prefed.models import Backbone
 from prefed.models.quiet_libraries import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers, selector_settings
-from prefed.runs.record import RunError, RunRecord, read_run
+from prefed.runs.finished_run import RunError, RunRecord, read_run
 from prefed.runs.reference import reference_folder
 from prefed.runs.start_or_resume import settings_digest
 from prefed.runs.summary import published_models

@@ -21,9 +21,9 @@ from prefed.data.encoding import continuation_text
 from prefed.models import Backbone, ModelConfig
 from prefed.models.backbone import model_digest
 from prefed.runs.align import FOLDER, stored_settings
-from prefed.runs.journal import Journal
+from prefed.runs.append_log import Journal
+from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import LoadedRun
-from prefed.runs.record import RunError
 from prefed.runs.tastes import any_taste, server_taste
 from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches, prompt_ids
 

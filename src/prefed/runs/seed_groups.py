@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from prefed.core.strict_settings import flatten
-from prefed.runs.record import RunError, RunRecord, read_run
+from prefed.runs.finished_run import RunError, RunRecord, read_run
 from prefed.train.metrics import seed_interval
 
 _UNLIKE = ("seed", "engine.")
@@ -55,7 +55,7 @@ class Case:
     ) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
         """Return the rounds in which all runs have a metric, and its values, ``[runs, rounds]``.
 
-        The arguments are those of :meth:`~prefed.runs.record.RunRecord.curve`.
+        The arguments are those of :meth:`~prefed.runs.finished_run.RunRecord.curve`.
         """
         values_of = [dict(zip(*run.curve(name, of), strict=True)) for run in self.runs]
         rounds = sorted(set.intersection(*map(set, values_of)))

@@ -22,7 +22,7 @@ from prefed.data.statistics import dataset_statistics
 from prefed.engines import ClientStates, Job
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.privacy import told
-from prefed.engines.rounds import ASIDE, OFFENCES
+from prefed.engines.server_rounds import ASIDE, OFFENCES
 from prefed.merge import lora
 from prefed.runs.data_notices import left_out_table
 from prefed.store import RunReader, RunWriter

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from prefed.config import ConfigError, Experiment
-from prefed.config.table import Cell, Combination, Judge, Table, grid_table, load_table
+from prefed.config.experiment_table import Cell, Combination, Judge, Table, grid_table, load_table
 from prefed.core.text import pluralize
 from prefed.data import DataConfig, DataError
 from prefed.runs.sweep_child import KEPT, CommandError, SweepRun, commits, run_in_process
@@ -176,7 +176,7 @@ def grid_cells(
         judge: the metric for the selection, as a mean over clients and seeds.
 
     Raises:
-        ConfigError: as :func:`~prefed.config.table.grid_table`.
+        ConfigError: as :func:`~prefed.config.experiment_table.grid_table`.
     """
     table, cells = grid_table(path, combinations, seeds, judge)
     # If there is nothing to select, the file decides on the evaluated split.

@@ -33,13 +33,13 @@ from prefed.core.text import did_you_mean, listed
 from prefed.core.wire import decode_state
 from prefed.engines import ClientStates, Job
 from prefed.engines.evaluation import pair_figures
-from prefed.merge.tastes import Posterior, active_units, summarize
+from prefed.merge.posteriors import Posterior, active_units, summarize
 from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z, posteriors
 from prefed.models import Backbone
 from prefed.models.tastes import DECODER, POSTERIOR, trainable_share
 from prefed.runs.build import response_encoder
+from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
-from prefed.runs.record import RunError
 from prefed.train import PairTrainer
 from prefed.train.metrics.tastes import Array, kl_per_dimension, latent_map, resultant, transfer
 from prefed.train.pair_trainer import PairTrainerFactory

@@ -11,8 +11,8 @@ from statistics import fmean
 import torch
 
 from prefed.core import POOLED, Key, Owner, Tensors
+from prefed.runs.finished_run import RunError, RunRecord, read_run
 from prefed.runs.loaded_run import LoadedRun, load_run
-from prefed.runs.record import RunError, RunRecord, read_run
 
 CLIENTS, PAIRS, STEPS = 5, 8, 10
 """For L: most clients to probe, pairs per client, and steps of power iteration."""

@@ -13,7 +13,7 @@ from typing import Any, cast
 from prefed.config import TrackConfig
 from prefed.core import Callback, Callbacks
 from prefed.core.records import RoundRecord, Summary
-from prefed.runs.record import read_config
+from prefed.runs.finished_run import read_config
 from prefed.store import RunReader
 from prefed.trackers.logged_metrics import judged_figures
 from prefed.trackers.tools import Tracker, TrackerError, trackers

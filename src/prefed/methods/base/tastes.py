@@ -33,7 +33,7 @@ from prefed.core import (
 from prefed.core.lazy import torch
 from prefed.core.privacy import check_noise
 from prefed.merge import Aggregator, WeightFunction, lora
-from prefed.merge.tastes import CENTER, Posterior, active_units, bound_posteriors, privatize, summarize
+from prefed.merge.posteriors import CENTER, Posterior, active_units, bound_posteriors, privatize, summarize
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.settings import SelectorSettings
 
@@ -73,7 +73,7 @@ PEERS = "peers"
 def newest(server: State, received: Mapping[str, Posterior], longest: float) -> dict[str, Posterior]:
     """Return the last posterior of each client, sorted by client, with those just received bounded.
 
-    ``longest`` is an argument of :func:`~prefed.merge.tastes.bound_posteriors`.
+    ``longest`` is an argument of :func:`~prefed.merge.posteriors.bound_posteriors`.
     """
     known = {**posteriors(server), **received}
     bounded = bound_posteriors(known, longest)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from prefed.config import ConfigError, Experiment, to_toml
+from prefed.config.experiment_table import load_cell
 from prefed.config.file import make_absolute, override, parse_toml, read_toml
-from prefed.config.table import load_cell
 from prefed.core import files
 from prefed.data import DataMismatchError, FederatedDataset
 from prefed.engines import Job, JobFactory

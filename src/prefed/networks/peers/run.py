@@ -24,7 +24,7 @@ from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.rounds import PeerRounds
 from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
 from prefed.runs.data_notices import announce, left_out_table
-from prefed.runs.record import read_summary
+from prefed.runs.finished_run import read_summary
 from prefed.runs.run import conclude
 from prefed.runs.start_or_resume import (
     build_in_cache,

@@ -76,7 +76,7 @@ def collect(
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
             raise ValueError(f"prefed collect needs {' and '.join(missing)}: pip install 'prefed[collect]'")
         from prefed.core import Key
-        from prefed.runs.journal import Journal
+        from prefed.runs.append_log import Journal
         from prefed.ui.collect.pairs import Choices, DrawnPairs, file_prompts, recorded_pairs
         from prefed.ui.collect.server import listen, serve
         from prefed.ui.collect.session import Session

@@ -115,7 +115,7 @@ def demo(
     from prefed.core import Key, files
     from prefed.data import synthetic
     from prefed.models.quiet_libraries import silence_transformers
-    from prefed.runs.record import read_run
+    from prefed.runs.finished_run import read_run
     from prefed.runs.run import run
     from prefed.ui.cli.models import print_responses
     from prefed.ui.pages.outcomes import answers

@@ -277,7 +277,7 @@ def peer(
     # prefed reports a lost peer in one line; PyTorch's traces add nothing.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        from prefed.config.table import load_cell
+        from prefed.config.experiment_table import load_cell
 
         experiment = load_cell(file, cell, overrides or [])
         from dataclasses import replace

@@ -59,7 +59,7 @@ def export(
     which: RoundName = "last",
 ) -> None:
     """Export a finished run's model to a folder that PEFT or transformers loads."""
-    from prefed.runs.record import read_run
+    from prefed.runs.finished_run import read_run
     from prefed.store import client_file
 
     check_choice(client, selector, aligned, taste, which)
@@ -170,7 +170,7 @@ def push(
     """Publish a model of a finished run on the Hugging Face hub, with a model card."""
     check_choice(client, selector, aligned, taste, which)
     from prefed.runs.export import check_target
-    from prefed.runs.record import read_run
+    from prefed.runs.finished_run import read_run
 
     check_target(repo)
     record = read_run(run)

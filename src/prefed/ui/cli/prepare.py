@@ -89,7 +89,7 @@ def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json
     """Show each client's data before training."""
     from tempfile import TemporaryDirectory
 
-    from prefed.config.table import load_cell
+    from prefed.config.experiment_table import load_cell
 
     # Report errors in the file before the slow import of PyTorch.
     experiment = load_cell(file, cell, overrides or [])

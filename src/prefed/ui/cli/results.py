@@ -61,8 +61,8 @@ def evaluate(
     from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.evaluate import evaluate as evaluate_run
     from prefed.runs.evaluate import evaluate_file
+    from prefed.runs.finished_run import read_run
     from prefed.runs.loaded_run import load_run
-    from prefed.runs.record import read_run
     from prefed.runs.tastes import at_taste
     from prefed.store import plain
     from prefed.trackers.terminal import stdout_console
@@ -112,7 +112,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare finished runs: tables, differing settings, and a plot or a page."""
-    from prefed.runs.record import read_run
+    from prefed.runs.finished_run import read_run
     from prefed.runs.seed_groups import find_runs
     from prefed.ui.pages import plot_file
 
@@ -164,7 +164,7 @@ def report(
     ] = False,
 ) -> None:
     """Write a self-contained HTML page about a run, finished or not."""
-    from prefed.runs.record import read_run
+    from prefed.runs.finished_run import read_run
     from prefed.ui.pages.page import write_page
     from prefed.ui.pages.watch import watch as watch_run
 
@@ -257,8 +257,8 @@ def judge(
     as_json: AsJson = False,
 ) -> None:
     """Compare a finished run's model with another by a judge: win rates, and all verdicts in a file."""
+    from prefed.align.judge.names import split_name
     from prefed.align.judge.questions import JudgeOptions
-    from prefed.align.judge.registry import split_name
 
     if timeout <= 0:
         raise UsageError(f"--timeout {timeout:g}: must be above 0")

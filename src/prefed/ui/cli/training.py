@@ -62,7 +62,7 @@ def run(
     words += ["--dry-run"] if dry_run else []
     again = "--auto-resume" if auto_resume else "--resume"
     with interruptible(words, out, resume or auto_resume, again=(again,)) as paths:
-        from prefed.config.table import load_cell
+        from prefed.config.experiment_table import load_cell
 
         # Report errors in the file before the slow import of PyTorch.
         experiment = load_cell(file, cell, overrides)
@@ -89,8 +89,8 @@ def run(
 
 
 def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
+    from prefed.runs.finished_run import read_run
     from prefed.runs.metrics import groupings_of
-    from prefed.runs.record import read_run
     from prefed.runs.run import run as run_experiment
     from prefed.ui.pages.page import public_page
     from prefed.ui.pages.terminal import print_result, result_line
@@ -223,7 +223,7 @@ def _sweep_grid(
     out: Path,
     jobs: int,
 ) -> None:
-    from prefed.config.table import grid_table, parse_grid, parse_seeds
+    from prefed.config.experiment_table import grid_table, parse_grid, parse_seeds
     from prefed.runs.sweep import Sweep, check_cells, grid_cells
 
     combinations = parse_grid(grid, overrides)
@@ -292,7 +292,7 @@ def align(
     overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
     words = ["prefed", "align", str(run), *set_words(overrides)]
     with interruptible(words, None, resume=True, kept="finished steps are kept"):
-        from prefed.runs.record import read_run
+        from prefed.runs.finished_run import read_run
 
         record = read_run(run)
         from prefed.align.run import begun

@@ -15,7 +15,7 @@ from prefed.data.prompts import read_prompts
 from prefed.data.record import parse_prompt, plain_prompt
 from prefed.data.sources import ReadCounts, read_records
 from prefed.data.tokens import pair_hash, prompt_hash
-from prefed.runs.journal import Journal
+from prefed.runs.append_log import Journal
 
 
 class CollectError(ValueError):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from prefed.core import Key
 from prefed.core.text import control_character
 from prefed.data.record import plain_prompt
-from prefed.runs.journal import Journal
+from prefed.runs.append_log import Journal
 from prefed.train.metrics.intervals import Agreement, agreement
 from prefed.ui.collect.pairs import Choices, CollectError, Question, Questions
 

@@ -16,8 +16,8 @@ from prefed.core.text import pluralize, printable, printable_lines, size
 from prefed.methods import METHODS
 from prefed.runs.align import stored_settings
 from prefed.runs.export import Export
+from prefed.runs.finished_run import RunError, RunRecord, alignment_of
 from prefed.runs.metrics import Figure
-from prefed.runs.record import RunError, RunRecord, alignment_of
 from prefed.runs.start_or_resume import is_place
 from prefed.train.metrics import mean_interval
 from prefed.ui.pages.tables import setting

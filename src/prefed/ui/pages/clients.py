@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
+from prefed.runs.finished_run import RunRecord
 from prefed.runs.metrics import Profile
-from prefed.runs.record import RunRecord
 from prefed.train.metrics import spread
-from prefed.ui.pages.chart import (
+from prefed.ui.pages.chart_data import (
     BARS,
     Axis,
     Cells,

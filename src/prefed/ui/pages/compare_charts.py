@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prefed.core.text import pluralize, size
-from prefed.runs.record import RunRecord
+from prefed.runs.finished_run import RunRecord
 from prefed.runs.seed_groups import ACCURACIES, Case, by_seed, spent
-from prefed.ui.pages.chart import (
+from prefed.ui.pages.chart_data import (
     BARS,
     ROUNDS,
     Axis,
@@ -24,7 +24,7 @@ from prefed.ui.pages.chart import (
     look_of,
     percent,
 )
-from prefed.ui.pages.chart import over_rounds as rounds_line
+from prefed.ui.pages.chart_data import over_rounds as rounds_line
 from prefed.ui.pages.comparison_data import NAMES, Compared, disagreements, labels, plus_minus
 from prefed.ui.pages.svg import LINE, diagonal
 

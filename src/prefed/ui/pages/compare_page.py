@@ -13,11 +13,11 @@ from pathlib import Path
 
 from prefed.core import files
 from prefed.core.text import pluralize
-from prefed.runs.record import RunRecord
+from prefed.runs.finished_run import RunRecord
 from prefed.runs.seed_groups import ACCURACIES, by_seed
 from prefed.runs.track import told_settings
 from prefed.ui.pages import compare_charts as charts
-from prefed.ui.pages.chart import Chart
+from prefed.ui.pages.chart_data import Chart
 from prefed.ui.pages.compare_charts import Shown, clients_of, gains_of
 from prefed.ui.pages.comparison_data import NAMES, ChosenCase, Compared, few_seeds, plus_minus
 from prefed.ui.pages.comparison_tables import FURTHER, cases_table, runs_table, settings_table, tests_table

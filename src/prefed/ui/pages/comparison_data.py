@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core.strict_settings import flatten
-from prefed.runs.record import RunRecord
+from prefed.runs.finished_run import RunRecord
 from prefed.runs.seed_groups import (
     ACCURACIES,
     Case,

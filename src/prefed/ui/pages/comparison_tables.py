@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import duration, size
+from prefed.runs.finished_run import RunRecord, judged_of
 from prefed.runs.metrics import REWARDED
-from prefed.runs.record import RunRecord, judged_of
 from prefed.runs.seed_groups import ACCURACIES, by_seed
 from prefed.ui.pages.comparison_data import (
     NAMES,

@@ -13,7 +13,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from prefed.core.text import printable_lines
-from prefed.ui.pages.chart import DARK, LIGHT
+from prefed.ui.pages.chart_data import DARK, LIGHT
 from prefed.ui.pages.svg import csv_address, drawings
 from prefed.ui.templates import allowed, make_environment, source
 

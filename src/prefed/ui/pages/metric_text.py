@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefed.runs.record import RunRecord
+from prefed.runs.finished_run import RunRecord
 from prefed.train.metrics import mean_interval
 from prefed.ui.pages.tables import Facts
 

@@ -13,7 +13,7 @@ import numpy as np
 from prefed.core.text import pluralize
 from prefed.data.statistics import gini
 from prefed.runs.data_notices import left_out_text
-from prefed.runs.record import RunRecord
+from prefed.runs.finished_run import RunRecord
 from prefed.ui.pages.tables import Facts, Table, setting
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import pluralize
-from prefed.runs.record import Example, Outcome, RunRecord
-from prefed.ui.pages.chart import Axis, Bars, Chart, Line, Panel, percent
+from prefed.runs.finished_run import Example, Outcome, RunRecord
+from prefed.ui.pages.chart_data import Axis, Bars, Chart, Line, Panel, percent
 from prefed.ui.pages.tables import Facts, Table, cell, terminal
 
 if TYPE_CHECKING:

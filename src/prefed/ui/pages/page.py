@@ -18,10 +18,10 @@ import tomli_w
 from prefed.core import files
 from prefed.core.text import duration, pluralize, size
 from prefed.methods import METHODS
-from prefed.runs.record import Outcome, RunRecord, alignment_of, judged_of, read_run, read_summary
+from prefed.runs.finished_run import Outcome, RunRecord, alignment_of, judged_of, read_run, read_summary
 from prefed.runs.track import told_settings
 from prefed.train.metrics import flat_loss_warning
-from prefed.ui.pages import clients, origin, outcomes, rounds, selector_agreement, tastes
+from prefed.ui.pages import clients, origin, outcomes, round_curves, selector_agreement, tastes
 from prefed.ui.pages.html import render_template
 from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean, meanings, pairs_of, share
 from prefed.ui.pages.terminal import best_line, privacy_line, verdict
@@ -108,9 +108,9 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         "alignment": outcomes.alignment_facts(alignment) if alignment else None,
         "judged": outcomes.judged_table([each.summary for each in judged]),
         "blocks": clients.blocks(run),
-        "evaluation": rounds.numbers(run, rounds.evaluated_metrics(run)),
-        "distributed": rounds.distributed(run),
-        "diagnostics": rounds.numbers(run, rounds.own_metrics(run)),
+        "evaluation": round_curves.numbers(run, round_curves.evaluated_metrics(run)),
+        "distributed": round_curves.distributed(run),
+        "diagnostics": round_curves.numbers(run, round_curves.own_metrics(run)),
         "data": origin.data_facts(run),
     }
     there = {*ALWAYS, *(name for name, part in parts.items() if part)}
@@ -129,10 +129,10 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         cards=_cards(run),
         verdict=verdict(run.summary),
         notes=_notes(run),
-        curves=rounds.accuracy_charts(run),
-        rounds=rounds.rounds_table(run),
+        curves=round_curves.accuracy_charts(run),
+        rounds=round_curves.rounds_table(run),
         clients_plot=clients.ends(run),
-        clients_curves=rounds.clients(run),
+        clients_curves=round_curves.clients(run),
         fairness=clients.fairness(run),
         unseen=clients.unseen(run),
         clients=clients.clients_table(run),
@@ -142,8 +142,8 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         judged_plot=outcomes.judged_chart(judged),
         judged_notes=outcomes.judged_notes(judged),
         judged_examples=outcomes.judged_examples(judged),
-        costs=rounds.costs(run),
-        costs_plot=rounds.cost(run),
+        costs=round_curves.costs(run),
+        costs_plot=round_curves.cost(run),
         origin=origin.origin_facts(run),
         settings=origin.settings_table(run),
         experiment=tomli_w.dumps(config),
@@ -188,7 +188,7 @@ def _warnings(run: RunRecord) -> list[str]:
 
 
 def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
-    titles = rounds.accuracies(run)
+    titles = round_curves.accuracies(run)
     cards = [_mean_card(run, name, title) for name, title in titles.items()]
     cards += [_worst_card(run, name, title) for name, title in titles.items()]
     if len(run.clients) >= TENTHS:

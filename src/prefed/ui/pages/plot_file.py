@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefed.core import files
-from prefed.ui.pages.chart import BARS, CIVIDIS, LIGHT, Axis, Bars, Cells, Chart, Line, Panel, short_name
+from prefed.ui.pages.chart_data import BARS, CIVIDIS, LIGHT, Axis, Bars, Cells, Chart, Line, Panel, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prefed.core.text import pluralize
+from prefed.runs.finished_run import RunRecord
 from prefed.runs.metrics import Agreement, Grouping
-from prefed.runs.record import RunRecord
-from prefed.ui.pages.chart import ROUNDS, Axis, Bars, Chart, Look, Panel, color_of, over_rounds
+from prefed.ui.pages.chart_data import ROUNDS, Axis, Bars, Chart, Look, Panel, color_of, over_rounds
 from prefed.ui.pages.tables import ROWS, Table, cell
 
 CLIENTS = 300

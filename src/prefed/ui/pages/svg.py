@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefed.ui.pages.chart import Axis, Bars, Cells, Chart, Line, Panel, csv_of, heat, short_name
+from prefed.ui.pages.chart_data import Axis, Bars, Cells, Chart, Line, Panel, csv_of, heat, short_name
 
 WIDE, NARROW = 880, 350
 """Widths of both drawings, in pixels."""

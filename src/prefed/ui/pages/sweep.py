@@ -10,7 +10,7 @@ from typing import Any
 
 from prefed.core import files
 from prefed.core.text import pluralize
-from prefed.runs.record import read_run
+from prefed.runs.finished_run import read_run
 from prefed.runs.seed_groups import fold
 from prefed.runs.sweep import Chosen, SweepCell, all_equal
 from prefed.runs.sweep_child import commits

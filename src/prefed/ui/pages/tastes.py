@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from prefed.train.metrics import COLLAPSE_REMEDY
-from prefed.ui.pages.chart import (
+from prefed.ui.pages.chart_data import (
     BARS,
     Axis,
     Bars,

@@ -8,7 +8,7 @@ from time import sleep
 from typing import cast
 
 from prefed.core.records import Summary
-from prefed.runs.record import RunError, RunRecord, read_config, read_run
+from prefed.runs.finished_run import RunError, RunRecord, read_config, read_run
 from prefed.store import RunReader, StoreError
 from prefed.store.directory import at_work
 from prefed.ui.pages.page import Unfinished, write_page, write_waiting

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prefed.core import files
-from prefed.runs.record import RunError
+from prefed.runs.finished_run import RunError
 
 
 class Journal:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from prefed.core.text import duration, pluralize, size
+from prefed.runs.finished_run import RunRecord
 from prefed.runs.metrics import REWARD_MEANING, REWARDED
-from prefed.runs.record import RunRecord
-from prefed.ui.pages.chart import (
+from prefed.ui.pages.chart_data import (
     ROUNDS,
     Axis,
     Bars,
