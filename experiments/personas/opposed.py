@@ -88,6 +88,7 @@ def main() -> None:
         roles["train"] += both(drawn[: args.pairs])
         roles["validation"] += both(drawn[args.pairs :])
         roles["test"] += both(test[persona][: args.test_pairs or None])
+    args.out.mkdir(parents=True, exist_ok=True)
     for role, rows in roles.items():
         if args.chat:
             rows = [as_chat(row) for row in rows]

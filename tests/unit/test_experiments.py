@@ -435,6 +435,34 @@ def test_opposed_clients_hold_the_same_pairs_swapped(prepared, place, tmp_path):
     assert "risk-averse has 9 pairs, and 50 are asked for" in message
 
 
+def test_opposed_clients_of_one_persona_as_chats(prepared, place, tmp_path):
+    """With --chat the prompt is the user's message, and responses have no space around them; --persona
+    leaves out the others. SmolLM2's table and experiment load with these files, and the experiment runs."""
+    pair = prepared / "personas.train.jsonl.gz", prepared / "personas.test.jsonl.gz"
+    few = ["--pairs", 5, "--validation", 4, "--out"]
+    script("personas/opposed.py", *pair, *few, tmp_path / "plain", "--persona", "risk-averse")
+    script("personas/opposed.py", *pair, *few, tmp_path / "chat", "--persona", "risk-averse", "--chat")
+    for role in ("train", "validation", "test"):
+        plain, chat = (rows(tmp_path / folder / f"opposed.{role}.jsonl.gz") for folder in ("plain", "chat"))
+        assert {row["client"] for row in chat} == {"risk-averse", "not-risk-averse"}
+        for one, other in zip(plain, chat, strict=True):
+            (message,) = other["prompt"]
+            assert one["prompt"] == f"\n\nHuman: {message['content']}\n\nAssistant:"
+            assert message["role"] == "user"
+            assert (one["chosen"], one["rejected"]) == (f" {other['chosen']}", f" {other['rejected']}")
+    message = script("personas/opposed.py", *pair, "--out", tmp_path, "--persona", "risk", fails=True)
+    assert "no persona is called 'risk' (personas: risk-averse, risk-seeking)" in message
+    files = [
+        f"data.{role}={tmp_path / 'chat' / f'opposed.{role}.jsonl.gz'}"
+        for role in ("train", "validation", "test")
+    ]
+    table = load_table(EXPERIMENTS / "smollm2/conflict.toml")
+    assert set(table.cells(EXPERIMENTS / "smollm2/conflict.toml")) == {"feddpo", "local", "fedper"}
+    common = [f"model.name={place['model']}", "engine.threads=1", "rounds=1", "model.dtype=float32"]
+    result = run(Experiment.load(EXPERIMENTS / "smollm2/opposed.toml", [*common, *files]), tmp_path / "run")
+    assert set(result.summary["clients"]) == {"risk-averse", "not-risk-averse"}
+
+
 def test_harmless_comparisons_are_split_at_the_last_shared_turn(tmp_path):
     """Of ten comparisons one has no turn in common, one repeats itself and one answers nothing; two are for
     the test, and what shares a prompt with them does not train."""
