@@ -109,6 +109,7 @@ def test_a_model_without_known_blocks_is_refused() -> None:
     class Plain(torch.nn.Linear):
         config = type("Config", (), {"model_type": "plain"})
 
-    message = r"\[model\] checkpointing does not support model type 'plain'; remove it and lower \[engine\] max_tokens$"
+    message = r"\[model\] checkpointing does not support model type 'plain'; remove it and lower "
+    message += r"\[engine\] max_tokens$"
     with pytest.raises(ModelError, match=message):
         recompute_blocks(Plain(2, 2))
