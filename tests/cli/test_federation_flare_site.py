@@ -41,7 +41,8 @@ def written(kits, site, **changes):
     [
         (
             {"name": "nroth"},
-            r"name = 'nroth': the kit in .*/north/kit is that of 'north'; write name = ",
+            r"name = 'nroth': the kit in .*/north/kit belongs to site 'north': "
+            'set name = "north", or put this site\'s kit there$',
         ),
         (
             {"federation": "ward"},

@@ -136,7 +136,11 @@ def test_an_exception_arrives_with_its_place(nodes, tmp_path):
 def test_a_cluster_that_is_too_small(nodes):
     """One CPU and two CPUs: room for three actors of one thread, for one of two; no GPU anywhere. The
     message has a line for each machine."""
-    rooms = r"has room for {}, each with {}:\n(  [\d.]+ \(\w+\): [12] CPUs, 0 GPUs: room for \d\n){{2}}lower"
+    rooms = (
+        r"the Ray cluster has room for only {}, each with {}:\n"
+        r"(  [\d.]+ \(\w+\): [12] CPUs, 0 GPUs: room for \d\n){{2}}"
+        r"Request less, or add machines \(ray start --address=HOST:PORT on each\)$"
+    )
     asked = [
         (BackendSettings(4), "workers = 4: .*", 3, r"1 CPUs \(\[engine\] threads\)"),
         (BackendSettings(2, threads=2), "workers = 2: .*", 1, "2 CPUs .*"),

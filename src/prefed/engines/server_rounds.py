@@ -36,8 +36,7 @@ class ServerRounds(Course):
 
     Raises:
         RoundError: (from :meth:`run`) no client answered in an exchange, no client has valid metrics after
-        the
-            last round, or all clients are set aside.
+            the last round, or all clients are set aside.
         FleetError: (from :meth:`run`) all clients of the fleet have left for good.
     """
 
