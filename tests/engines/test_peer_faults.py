@@ -143,13 +143,13 @@ POINTS = [
     (0, PeerRounds, "_train", "after"),
     (2, rounds, "pack", "after"),
     (1, Links, "swap", "after"),
-    (0, rounds, "read_upload", "before"),
+    (0, rounds, "read_upload", "before", 1),
     (2, rounds, "mix_row", "after"),
     (1, Course, "evaluate", "after"),
     (0, prefed.store.writer, "write_commit", "before"),
     (1, RunWriter, "finish_round", "after"),
 ]
-"""Which peer is killed, and where: in the order of a round."""
+"""Which peer is killed, and where: in the order of a round; at the second call, or the one given."""
 
 
 def test_a_peer_may_die_at_any_point_of_a_round(place, tmp_path):

@@ -354,9 +354,12 @@ def test_a_missing_prompt_is_not_an_implicit_one(tmp_path):
 def test_texts_with_and_without_a_prompt_are_refused_in_one_file(tmp_path, first):
     """Row 2 would otherwise be a dialogue whose prompt is "A", next to rows whose prompt is a question."""
     rows = [{"prompt": "Q", "chosen": "A a", "rejected": "A b"}, {"chosen": "A a", "rejected": "A b"}]
-    with pytest.raises(
-        DataError, match=r"row 2: this row has (a|no) prompt, but row 1 has (a|no) prompt; texts"
-    ):
+    here, there = ("no", "a") if first else ("a", "no")
+    message = (
+        f"row 2: this row has {here} prompt, but row 1 has {there} prompt; texts without a prompt are read "
+        "as whole dialogues, so give a prompt in all rows of a file or in none"
+    )
+    with pytest.raises(DataError, match=message):
         read(tmp_path, rows if first else rows[::-1])
 
 
@@ -393,7 +396,7 @@ def test_generic_rows_use_columns_of_the_record(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (SHP | {"labels": 2}, "labels must be 1 .* or 0 .*, not 2"),
+        (SHP | {"labels": 2}, r"labels must be 1 \(A is preferred\) or 0 \(B is preferred\), not 2"),
         (SHP | {"score_ratio": 0}, "score_ratio must be positive, not 0"),
         (SHP | {"human_ref_A": None}, "human_ref_A is missing"),
         (COMPARISON | {"choice": 2}, "summaries must be a list of two, and choice must be 0 or 1"),

@@ -125,7 +125,10 @@ def test_names_of_folders_are_safe_and_tell_combinations_apart():
         (["--grid", "method.lr=1e-4,"], "a value is empty; write key=value,value, e.g. "),
         (["--grid", 'model.lora.modules=["a"'], "write key=value,value"),
         (["--grid", "method.lr=1e-4,0.0001"], "--grid method.lr=1e-4,0.0001: 0.0001 is repeated"),
-        (["--grid", "method.lr=1", "--grid", "method.lr=2"], "method.lr already appears in another --grid"),
+        (
+            ["--grid", "method.lr=1", "--grid", "method.lr=2"],
+            "--grid method.lr=2: method.lr already appears in another --grid; give all its values in one",
+        ),
         (["--grid", "method.lr=1,2", "--set", "method.lr=3"], "method.lr is also set by --set; remove one"),
         (["--grid", "seed=1,2"], "--grid seed=1,2: set seeds with --seeds"),
         (["--grid", "engine.workers=1,2"], "engine.workers=1,2: [engine] does not affect results"),
