@@ -123,11 +123,11 @@ def starting_file(method: str, model: str = MODEL, rates: Mapping[str, float] | 
         "Keys after # show their default value, or none; remove the # to set them."
     )
     lines = [*_comment(head), "", *_table(Experiment, (), kind)]
-    lines[lines.index(f"name = {_value(MODEL)}")] = f"name = {_value(model)}"
+    lines[lines.index(f"name = {toml_value(MODEL)}")] = f"name = {toml_value(model)}"
     table = lines.index("[method]")
     for name, rate in (rates or {}).items():
         default = _assignment(name, kind.Settings.model_fields[name], ("method", name))
-        lines[lines.index(default, table)] = f"{name} = {_value(rate)}"
+        lines[lines.index(default, table)] = f"{name} = {toml_value(rate)}"
     return "\n".join(lines) + "\n"
 
 
@@ -148,10 +148,10 @@ def example_file(
     rounds, length = (10, "local_epochs = 1\n") if kind.rounds is None else (kind.rounds, "")
     return EXAMPLE.format(
         rounds=rounds,
-        pairs=_value(pairs),
-        model=_value(model),
+        pairs=toml_value(pairs),
+        model=toml_value(model),
         method=method,
-        rates="\n".join(f"{name} = {_value(rate)}" for name, rate in rates.items()),
+        rates="\n".join(f"{name} = {toml_value(rate)}" for name, rate in rates.items()),
         length=length,
     )
 
@@ -233,20 +233,25 @@ def _record(field: FieldInfo, path: tuple[str, ...], kind: MethodKind) -> type[B
 
 def _assignment(name: str, field: FieldInfo, path: tuple[str, ...]) -> str:
     if path in EXAMPLES:
-        return f"{name} = {_value(EXAMPLES[path])}"
+        return f"{name} = {toml_value(EXAMPLES[path])}"
     default = field.get_default(call_default_factory=True)
     if default is None:
         return f"# {name} ="
-    return f"{name} = {_value(default)}" if path in SET else f"# {name} = {_value(default)}"
+    return f"{name} = {toml_value(default)}" if path in SET else f"# {name} = {toml_value(default)}"
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    r"""A value as it is written in a TOML file, on one line.
+
+    >>> print(toml_value({"by": ("column", 'a "b"')}))
+    {by = ["column", "a \"b\""]}
+    """
     if isinstance(value, tuple):
         value = list(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
 
 

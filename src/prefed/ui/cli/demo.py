@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,16 +172,13 @@ def _tiny(key: Key) -> _Story:
 
 def _chat(key: Key, model: str, kind: MethodKind) -> _Story:
     """Advice in four ways of speaking, for a model that has learned to chat."""
+    from prefed.config.new_file import toml_value
     from prefed.data import advice
 
-    def quoted(value: str | Sequence[str]) -> str:
-        # JSON's texts and lists are TOML's too.
-        return json.dumps(value, ensure_ascii=False)
-
-    report = f"\n[report]\nprompts = {quoted(advice.PROMPTS)}\n"
+    report = f"\n[report]\nprompts = {toml_value(advice.PROMPTS)}\n"
     tastes = {client: style.describe() for client, style in advice.STYLES.items()}
     records = advice.generate(key, train=CHAT_TRAIN, test=CHAT_TEST)
-    settings = {**CHAT, "model": quoted(model), "report": report}
+    settings = {**CHAT, "model": toml_value(model), "report": report}
     if "objective" in kind.Settings.model_fields:
         settings["training"] = f"{OBJECTIVE}\n{settings['training']}"
     return _Story(tastes, records, CHAT_TRAIN, settings)
