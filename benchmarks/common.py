@@ -1,11 +1,11 @@
-"""What the benchmarks share: pairs in memory, model shapes, clocks."""
+"""What the benchmarks share: pairs in memory, models, clocks."""
 
 from __future__ import annotations
 
-import gzip
-import json
+import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,10 @@ import torch
 import transformers
 from peft import LoraConfig
 
-from prefed.data import Pair
+from prefed.data import DataConfig, Encoder, Pair, PolicyEncoder, Record, Template
+from prefed.data.encoding import Encoded
+from prefed.data.errors import ErrorCollector
+from prefed.data.sources import ReadCounts, read_records
 
 T = TypeVar("T")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,38 +45,67 @@ class Pairs:
         return self._pairs[row]
 
 
-def load_pairs(path: Path, tokenizer: Path, max_length: int, limit: int | None = None) -> Pairs:
-    """HH-RLHF rows as ids; an over-long prompt keeps its end, a response that cannot fit drops its pair."""
+def records(path: Path) -> Iterator[Record]:
+    """The pairs of any file that prefed reads."""
     if not path.exists():
         raise SystemExit(
             f"{path}: no such file; give --data (experiments/hh_harmless/prepare.py writes one) and "
             "--tokenizer (a folder or a hub name)"
         )
+    config = DataConfig.model_validate({"train": path, "partition": {"by": "iid", "clients": 1}})
+    errors, ((role, name, source),) = ErrorCollector(), config.sources()
+    for record, _ in read_records(source, config, role, name, errors, ReadCounts()):
+        yield record
+    errors.raise_if_any()
+
+
+def encoded(path: Path, encoder: Encoder, limit: int) -> list[Pair]:
+    """The first pairs as ids; those that do not fit are left out."""
+    outcomes = (encoder.encode([record])[0] for record in records(path))
+    fitting = (each for each in outcomes if isinstance(each, Encoded))
+    return [
+        Pair(*(np.array(ids, np.int32) for ids in (each.prompt, *each.branches)))
+        for each in islice(fitting, limit)
+    ]
+
+
+def load_pairs(path: Path, tokenizer: Path, max_length: int, limit: int) -> Pairs:
+    """Pairs for a policy; an over-long prompt keeps its end, a response that cannot fit drops its pair."""
     encode = transformers.AutoTokenizer.from_pretrained(tokenizer)
-    end = encode.eos_token_id
-    pairs = []
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            prompt, chosen, rejected = (
-                np.array(encode(row[k], add_special_tokens=False)["input_ids"] + tail, np.int32)
-                for k, tail in (("prompt", []), ("chosen", [end]), ("rejected", [end]))
-            )
-            room = max_length - max(len(chosen), len(rejected))
-            if room >= 1:
-                pairs.append(Pair(prompt[-room:], chosen, rejected))
-            if limit and len(pairs) == limit:
-                break
-    return Pairs(pairs)
+    encoder = PolicyEncoder(encode, Template(encode), max_length=max_length, too_long="drop")
+    return Pairs(encoded(path, encoder, limit))
+
+
+def parse_with_model(parser: argparse.ArgumentParser, default: str) -> argparse.Namespace:
+    """Parse with the options that choose a model; ``tokenizer`` and ``shape`` are those of ``--model``."""
+    parser.add_argument("--shape", default=default, help="random weights of a named shape")
+    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="for a shape")
+    parser.add_argument("--model", type=Path, help="instead of a shape: a folder with a model and tokenizer")
+    args = parser.parse_args()
+    if args.model:
+        args.tokenizer, args.shape = args.model, args.model.resolve().name
+    return args
+
+
+def base_model(args: argparse.Namespace) -> Any:
+    """The model that the options choose, in fp32 and without dropout."""
+    if not args.model:
+        return shape(args.shape)
+    config = transformers.AutoConfig.from_pretrained(args.model)
+    quiet = {name: 0.0 for name in config.to_dict() if name.endswith(("pdrop", "dropout"))}
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.float32, use_cache=False, **quiet
+    )
 
 
 def shape(name: str) -> Any:
     """A randomly initialised model of a named shape, without dropout."""
     torch.manual_seed(0)
     quiet: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
-    if name == "gpt2-small-vocab":
+    if name in ("tiny", "gpt2-small-vocab"):
+        vocabulary = 4096 if name == "tiny" else 8192
         config: Any = transformers.GPT2Config(
-            vocab_size=8192, n_positions=512, n_embd=256, n_layer=4, n_head=4, **quiet
+            vocab_size=vocabulary, n_positions=512, n_embd=256, n_layer=4, n_head=4, **quiet
         )
     elif name == "distilgpt2":
         config = transformers.GPT2Config(n_layer=6, **quiet)
@@ -110,7 +142,7 @@ def shape(name: str) -> Any:
             use_cache=False,
         )
     else:
-        known = "gpt2-small-vocab, distilgpt2, llama, llama-4k, llama-8k, qwen2-0.5b, qwen2-1.5b"
+        known = "tiny, gpt2-small-vocab, distilgpt2, llama, llama-4k, llama-8k, qwen2-0.5b, qwen2-1.5b"
         raise SystemExit(f"no shape {name!r}: {known}")
     config.bos_token_id = config.eos_token_id = 0
     config.pad_token_id = 1
@@ -170,8 +202,15 @@ class Memory:
         return f"  {self.most[name]:9.0f} MiB" if name in self.most else ""
 
 
-def matmul_peak(n: int = 2048, dtype: torch.dtype = torch.float32) -> float:
-    """Best of eight n × n matrix products, in GFLOP/s."""
-    a, b = (torch.randn(n, n, dtype=dtype, device=DEVICE) for _ in range(2))
-    best = min(cpu_ms(lambda: a @ b) for _ in range(8))
-    return 2 * n**3 / best / 1e6
+def matmul_peak(*shapes: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> float:
+    """GFLOP/s of the fastest of matrix products, each the best of eight.
+
+    Args:
+        shapes: (m, n, k) of products ``[m, k] @ [n, k].T``; one of 2,048 in each direction if left out.
+    """
+    rates = []
+    for m, n, k in shapes or ((2048, 2048, 2048),):
+        a, b = (torch.randn(rows, k, dtype=dtype, device=DEVICE) for rows in (m, n))
+        best = min(cpu_ms(lambda a=a, b=b: torch.mm(a, b.t())) for _ in range(8))  # type: ignore[misc]
+        rates.append(2 * m * n * k / best / 1e6)
+    return max(rates)

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/completions.py --shape tiny
     OMP_NUM_THREADS=1 python benchmarks/completions.py --shape distilgpt2
+    OMP_NUM_THREADS=1 python benchmarks/completions.py --model FOLDER
 
 Prompts of equal length, ``--batch`` of them; T 0.7; every completion has ``--tokens`` tokens, since no
 end-of-text token ends it. The peer is the same model with its LoRA merged into the weights, so that it pays
@@ -20,8 +21,7 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from common import DEVICE, shape, timed
-from transformers import AutoModelForCausalLM, GPT2Config
+from common import DEVICE, base_model, parse_with_model, timed
 
 from prefed.core import Key
 from prefed.models import LoraSettings, ModelConfig, make_backbone
@@ -36,21 +36,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="tiny")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    args = parse_with_model(parser, "tiny")
     silence_transformers()
     torch.set_num_threads(1)
-    if args.shape == "tiny":
-        torch.manual_seed(0)
-        base = AutoModelForCausalLM.from_config(
-            GPT2Config(vocab_size=4096, n_positions=512, n_embd=256, n_layer=4, n_head=4)
-        )
-    else:
-        base = shape(args.shape)
+    base = base_model(args)
     base.config.use_cache = True
     base.config.eos_token_id = base.generation_config.eos_token_id = None
     plain = copy.deepcopy(base).to(DEVICE).eval()

@@ -1,6 +1,7 @@
 """Time of one DPO step beside TRL's DPOTrainer, interleaved step by step in one process.
 
     OMP_NUM_THREADS=1 python benchmarks/dpo_step.py --shape distilgpt2
+    OMP_NUM_THREADS=1 python benchmarks/dpo_step.py --model FOLDER --max-length 192 --batch 2 --steps 3
 
 Peers, on the same token ids, LoRA 8/16 on the same modules, dropout 0, fp32, no checkpointing:
 
@@ -9,17 +10,22 @@ Peers, on the same token ids, LoRA 8/16 on the same modules, dropout 0, fp32, no
 - ``trl, precomputed, completion head``: also its LM head on completion positions only, which it does
   by itself where Triton is available.
 
-A step is collate, forward, backward, clip and AdamW. The loss of each step is compared too. The time is CPU
-time; with a GPU it is wall time, and the memory that a step takes beyond the weights is told. ``--bf16`` adds
-both sides in bf16: the weights' dtype, and TRL's own ``bf16``.
+A step is collate, forward, backward, clip and AdamW. The loss of the first step is compared too. The time is
+CPU time; with a GPU it is wall time. The memory is the peak beyond the loaded model, trainer and optimiser
+included, each side in a process of its own, with the largest batch; with a GPU it is that of a step.
+``--bf16`` adds both sides in bf16: the weights' dtype, and TRL's own ``bf16``.
+
+The last lines compare prefed's time with the matrix products that a step cannot do without: their rate as a
+share of the fastest product of a batch with one of the model's weights, in the same dtype.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -31,15 +37,58 @@ import datasets
 import numpy as np
 import torch
 import trl.trainer.utils
-from common import DATA, TOKENIZER, Memory, Pairs, load_pairs, lora_config, matmul_peak, shape, timed
+from common import (
+    DATA,
+    Memory,
+    Pairs,
+    base_model,
+    load_pairs,
+    lora_config,
+    matmul_peak,
+    parse_with_model,
+    timed,
+)
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
+from prefed.engines.backend import peak_memory_mb
 from prefed.models import LoraSettings, ModelConfig, make_backbone
+from prefed.models.families import FAMILIES
 from prefed.train import PairTrainer
 
 BETA, LR = 0.1, 1e-4
+PEERS = {
+    "trl": (False, False),
+    "trl, reference precomputed": (True, False),
+    "trl, precomputed, completion head": (True, True),
+    "trl, precomputed, completion head, bf16": (True, True),
+}
+"""Whether the reference is precomputed, and the head on completions only."""
+
+
+class Prefed:
+    """prefed's trainer, driven a step at a time."""
+
+    def __init__(self, model: Any, pairs: Pairs, *, batch: int, bf16: bool) -> None:
+        lora = LoraSettings(rank=8, alpha=16, dropout=0.0)
+        config = ModelConfig(name="model", lora=lora, dtype="bfloat16" if bf16 else "float32")
+        self.backbone = make_backbone(model, None, config, Key(0))
+        self.trainer = PairTrainer(self.backbone, pairs)  # type: ignore[arg-type]
+        self.everything = np.arange(len(pairs))
+        self.trainer.references.fill_training(self.everything, self.everything)
+        self.parts = Ownership.of(self.backbone.layout, lambda entry: Owner.SHARED)
+        objective, optimizer = Objective("dpo", {"beta": BETA}), Optimizer("adamw", lr=LR)
+        self.phase = Phase("train", self.parts.names(Owner.SHARED), objective, optimizer, batch, steps=1)
+
+    @property
+    def reference(self) -> np.ndarray:
+        """``[n, 2]`` log-probabilities of the responses by the reference."""
+        return self.trainer.score(self.backbone.initial, self.everything).reference
+
+    def step(self, rows: np.ndarray) -> float:
+        """Collate, forward, backward, clip, step; the loss."""
+        return self.trainer.visit(rows, Key(0), self.parts).train(self.backbone.initial, self.phase).loss
 
 
 class Trl:
@@ -99,108 +148,132 @@ class Trl:
         return float(loss)
 
 
-def needed_flops(config: Any, pairs: Pairs, rows: np.ndarray) -> float:
-    """Multiply-adds (two operations each) that a step cannot do without.
+def blocks(model: Any) -> Any:
+    """The decoder blocks of a family that prefed packs."""
+    family = FAMILIES.get(model.config.model_type)
+    if family is None:
+        raise SystemExit(f"{model.config.model_type}: no family that prefed packs ({', '.join(FAMILIES)})")
+    return getattr(model.base_model, family.blocks)
 
-    Frozen linear layers forward and back to their input (two products; the first layer's input needs
-    none), attention over the pairs it must see, the head's two products at completion positions.
+
+def weights(model: Any) -> list[torch.Size]:
+    """The shapes of a block's matrices, and of the head's."""
+    matrices = [weight.shape for weight in blocks(model)[0].parameters() if weight.dim() == 2]
+    return [*matrices, model.get_output_embeddings().weight.shape]
+
+
+def needed_flops(model: Any, pairs: Pairs, rows: np.ndarray) -> float:
+    """Operations, two a multiply-add, of the products that a step cannot do without.
+
+    Frozen linear layers forward and back to their input (two products; the first block's input needs none),
+    attention over the positions it must see, the head's two products. After the keys and values of the last
+    block only positions that predict a completion count, as for the head. LoRA's products are left out.
     """
-    d, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
-    inner = getattr(config, "intermediate_size", None) or 4 * d
+    config, count = model.config, len(blocks(model))
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    query = config.num_attention_heads * width
+    shared = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    into_queries, into_keys_and_values = config.hidden_size * query, config.hidden_size * 2 * shared * width
+    *block, head = (size.numel() for size in weights(model))
     total = 0.0
     for p, c, r in pairs.lengths[rows].astype(int):
         tokens, scored = p + c + r - 2, c + r - 1
-        seen = p * (p + 1) / 2 + (c - 1) * p + c * (c - 1) / 2 + (r - 1) * p + r * (r - 1) / 2
-        for layer in range(layers):
-            last = layer == layers - 1
-            rest = scored if last else tokens
-            linear = 2 * (3 * d * d * tokens + (d * d + 2 * d * inner) * rest)
-            back = linear - (2 * 3 * d * d * tokens if layer == 0 else 0)
-            total += linear + back + 3 * 4 * d * seen
-        total += 2 * 2 * scored * d * vocab
+        for number in range(count):
+            last = number == count - 1
+            at = scored if last else tokens
+            prompt = p if last else p * (p + 1) / 2
+            seen = prompt + (c - 1) * p + c * (c - 1) / 2 + (r - 1) * p + r * (r - 1) / 2
+            forward = into_keys_and_values * tokens + (sum(block) - into_keys_and_values) * at
+            back = forward
+            if number == 0:
+                back -= into_keys_and_values * tokens + into_queries * at
+            total += 2 * (forward + back) + 3 * 4 * query * seen
+        total += 2 * 2 * scored * head
     return total
+
+
+def add_peer(base: Any, name: str, pairs: Pairs, args: argparse.Namespace, reference: np.ndarray) -> Trl:
+    """One of :data:`PEERS` over a model."""
+    precomputed, compact = PEERS[name]
+    return Trl(
+        base,
+        list(FAMILIES[base.config.model_type].targets),
+        pairs,
+        tokenizer=args.tokenizer,
+        reference=reference if precomputed else None,
+        compact=compact,
+        batch=args.batch,
+        bf16=name.endswith("bf16"),
+    )
+
+
+def alone(name: str, base: Any, pairs: Pairs, args: argparse.Namespace) -> None:
+    """Print the MiB that two steps of the largest batch take beyond the loaded model."""
+    sizes = pairs.lengths.sum(1).reshape(-1, args.batch).sum(1)
+    rows = int(sizes.argmax()) * args.batch + np.arange(args.batch)
+    # What loading took at its peak does not count.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_memory_mb()
+    side: Any
+    if name in PEERS:
+        side = add_peer(base, name, pairs, args, np.zeros((len(pairs), 2)))
+    else:
+        side = Prefed(base, pairs, batch=args.batch, bf16=name.endswith("bf16"))
+    for _ in range(2):
+        side.step(rows)
+    print(peak_memory_mb() - before)
+
+
+def memory_of(name: str) -> float:
+    """What :func:`alone` prints in a process of its own."""
+    command = [sys.executable, *sys.argv, "--alone", name]
+    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="gpt2-small-vocab")
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--bf16", action="store_true", help="also time both sides in bf16")
-    args = parser.parse_args()
+    parser.add_argument("--alone", metavar="SIDE", help="print the memory of one side only")
+    args = parse_with_model(parser, "gpt2-small-vocab")
     torch.set_num_threads(1)
     batch = args.batch
     pairs = load_pairs(args.data, args.tokenizer, args.max_length, batch * (args.steps + 2))
-    base = shape(args.shape)
-    lora = LoraSettings(rank=8, alpha=16, dropout=0.0)
+    names = [n for n in ("prefed", "prefed, bf16", *PEERS) if args.bf16 or not n.endswith("bf16")]
 
-    def pair_trainer(dtype: str) -> PairTrainer:
-        model = copy.deepcopy(base).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-        backbone = make_backbone(model, None, ModelConfig(name=args.shape, lora=lora, dtype=dtype), Key(0))
-        return PairTrainer(backbone, pairs)
+    def base(name: str) -> Any:
+        return base_model(args).to(torch.bfloat16 if name.endswith("bf16") else torch.float32)
 
-    ours = {"prefed": pair_trainer("float32")}
-    if args.bf16:
-        ours["prefed, bf16"] = pair_trainer("bfloat16")
-    first = ours["prefed"]
-    targets = list(first.backbone.family.targets)  # type: ignore[union-attr]
-    everything = np.arange(len(pairs))
-    for each in ours.values():
-        each.references.fill_training(everything, everything)
-    reference = first.score(first.backbone.initial, everything).reference
-    initial = first.backbone.initial
-    peers = {
-        name: Trl(
-            copy.deepcopy(base).to(torch.bfloat16 if name.endswith("bf16") else torch.float32),
-            targets,
-            pairs,
-            tokenizer=args.tokenizer,
-            reference=cached,
-            compact=compact,
-            batch=batch,
-            bf16=name.endswith("bf16"),
-        )
-        for name, cached, compact in (
-            ("trl", None, False),
-            ("trl, reference precomputed", reference, False),
-            ("trl, precomputed, completion head", reference, True),
-            ("trl, precomputed, completion head, bf16", reference, True),
-        )
-        if args.bf16 or not name.endswith("bf16")
+    if args.alone:
+        return alone(args.alone, base(args.alone), pairs, args)
+    memory = Memory()
+    if not torch.cuda.is_available():
+        memory.most = {name: memory_of(name) for name in names}
+    ours = {
+        name: Prefed(base(name), pairs, batch=batch, bf16=name.endswith("bf16"))
+        for name in names
+        if name not in PEERS
     }
+    first = ours["prefed"].backbone
+    reference = ours["prefed"].reference
+    peers = {name: add_peer(base(name), name, pairs, args, reference) for name in names if name in PEERS}
     for peer in peers.values():
         # The same A factors everywhere, so that losses can be compared.
         state = dict(peer.model.named_parameters())
-        for name in initial:
+        for name in first.initial:
             _, block, module, factor = name.split("/")
-            blocks = first.backbone.family.blocks  # type: ignore[union-attr]
-            path = next(n for n in state if f".{blocks}.{block}.{module}.lora_{factor}." in n)
-            state[path].data.copy_(initial[name])
-    parts = Ownership.of(initial.layout, lambda entry: Owner.SHARED)
-    phase = Phase(
-        "train",
-        parts.names(Owner.SHARED),
-        Objective("dpo", {"beta": BETA}),
-        Optimizer("adamw", lr=LR),
-        batch,
-        steps=1,
-    )
-    times: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}
-    worst, memory = 0.0, Memory()
-    for step in range(args.steps + 2):
-        rows = everything[batch * step : batch * (step + 1)]
+            path = next(n for n in state if f".{first.family.blocks}.{block}.{module}.lora_{factor}." in n)  # type: ignore[union-attr]
+            state[path].data.copy_(first.initial[name])
+    times: dict[str, list[float]] = {name: [] for name in names}
+    batches = np.arange(len(pairs)).reshape(-1, batch)
+    worst = 0.0
+    for step, rows in enumerate(batches):
         losses: dict[str, float] = {}
-        for name, each in ours.items():
-            took, trained = timed(
-                partial(memory.of, name, partial(each.train, initial, phase, rows, Key(step), parts))
-            )
-            times[name].append(took)
-            losses[name] = trained.loss
-        for name, peer in peers.items():
-            took, losses[name] = timed(partial(memory.of, name, partial(peer.step, rows)))
+        for name, side in (ours | peers).items():
+            took, losses[name] = timed(partial(memory.of, name, partial(side.step, rows)))
             times[name].append(took)
         if step == 0:
             worst = max(abs(losses["prefed"] - losses[name]) for name in peers if not name.endswith("bf16"))
@@ -211,17 +284,19 @@ def main() -> None:
     for name, value in median.items():
         unit = "prefed, bf16" if name.endswith("bf16") else "prefed"
         ratios = [b / a for a, b in zip(times[unit][2:], times[name][2:], strict=True)]
-        ratio = f"{statistics.median(ratios):6.2f}x"
-        print(f"  {name:<{width}}  {value:9.1f} ms  {ratio}{memory.column(name)}")
+        print(
+            f"  {name:<{width}}  {value:9.1f} ms  {statistics.median(ratios):6.2f}x{memory.column(name)}"
+            f"  {memory.most[name] / memory.most[unit]:6.2f}x"
+        )
     print(f"  first loss: largest difference from TRL {worst:.1e}")
-    flops = [
-        needed_flops(first.backbone.causal.config, pairs, everything[batch * s : batch * (s + 1)])
-        for s in range(2, args.steps + 2)
-    ]
-    shares = [f / t / 1e6 for f, t in zip(flops, times["prefed"][2:], strict=True)]
-    if first.backbone.causal.config.model_type == "gpt2" and not torch.cuda.is_available():
-        peak, rate = matmul_peak(), statistics.median(shares)
-        print(f"  needed work at {rate:.0f} GFLOP/s, {100 * rate / peak:.0f}% of {peak:.0f}")
+    model = base("prefed")
+    flops = [needed_flops(model, pairs, rows) for rows in batches[2:]]
+    tokens = int(pairs.lengths.sum() / len(batches))
+    for name in ours:
+        rate = statistics.median(f / t / 1e6 for f, t in zip(flops, times[name][2:], strict=True))
+        dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
+        peak = matmul_peak(*((tokens, *size) for size in weights(model)), dtype=dtype)
+        print(f"  {name}: needed work at {rate:.0f} GFLOP/s, {100 * rate / peak:.0f}% of {peak:.0f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """FedPDPO's personal phase from cached trunk features, beside recomputing the trunk in every step.
 
     OMP_NUM_THREADS=1 python benchmarks/features.py
+    OMP_NUM_THREADS=1 python benchmarks/features.py --model FOLDER
 
-DistilGPT2 shape with bottleneck, untied head and reward head; HH-RLHF pairs, batch 8, max length 256. Three
-ways take the same steps in turn: features cached (their computing counted in), trunk recomputed on packed
-batches, trunk recomputed on padded batches. CPU time of whole phases of ``--epochs`` epochs, and of a step
-once the features are there: what each further epoch costs.
+A model, by default of DistilGPT2's shape, with bottleneck, untied head and reward head; HH-RLHF pairs, batch
+8, max length 256. Three ways take the same steps in turn: features cached (their computing counted in), trunk
+recomputed on packed batches, trunk recomputed on padded batches. CPU time of whole phases of ``--epochs``
+epochs, and of a step once the features are there: what each further epoch costs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from common import DATA, TOKENIZER, cpu_ms, load_pairs, matmul_peak, shape
+from common import DATA, base_model, cpu_ms, load_pairs, matmul_peak, parse_with_model
 
 import prefed.train.pair_model as pair_model
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
@@ -35,17 +36,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="distilgpt2")
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
     parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    args = parse_with_model(parser, "distilgpt2")
     torch.set_num_threads(1)
     pairs = load_pairs(args.data, args.tokenizer, 256, args.pairs)
     rows = np.arange(len(pairs))
-    base = shape(args.shape)
+    base = base_model(args)
     zero = {"dropout": 0.0}
     config = ModelConfig.model_validate(
         {"name": args.shape, "lora": LoraSettings(dropout=0.0), "bottleneck": zero, "reward": zero}

@@ -1,12 +1,12 @@
 """CPU time of whole runs beside TRL's DPOTrainer made anew for each client and round, as OpenFedLLM does it.
 
     OMP_NUM_THREADS=1 python benchmarks/rounds.py
-    OMP_NUM_THREADS=1 python benchmarks/rounds.py --data PAIRS.jsonl.gz
+    OMP_NUM_THREADS=1 python benchmarks/rounds.py --data PAIRS.jsonl.gz --model FOLDER
 
 The work: HH-RLHF harmless, 2,308 pairs on 5 clients, 3 of them a round, 3 steps of 4 pairs, a Llama of 4
-layers of 256 with random weights, vocabulary 4,096, LoRA 8/16 on q and v, dropout 0, fp32. A file with fewer
-pairs is filled up with those of the ``.test.`` file beside it, and then from its start again, with a number
-before each copy's prompt.
+layers of 256 with random weights and vocabulary 4,096 (or ``--model``), LoRA 8/16 on PEFT's default modules
+(q and v), dropout 0, fp32. A file with fewer pairs is filled up with those of the ``.test.`` file beside it,
+and then from its start again, with a number before each copy's prompt.
 
 - ``prefed``: ``prefed.run`` with ``feddpo``, from an empty folder: reading, tokenising, loading, references,
   rounds, and every file that a run writes.
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gzip
 import itertools
 import json
 import os
@@ -43,34 +42,38 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import datasets
 import torch
 import transformers
-from common import DATA, TOKENIZER, shape
+from common import DATA, base_model, parse_with_model, records
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MODULES
 from trl import DPOConfig, DPOTrainer
 
 from prefed import Experiment, run
 from prefed.core import Callback
+from prefed.data import Record
+from prefed.data.record import plain_prompt
 
 PAIRS, CLIENTS, COHORT, STEPS, BATCH = 2308, 5, 3, 3, 4
-BETA, LR, RANK, ALPHA, MODULES = 0.1, 5e-4, 8, 16, ["q_proj", "v_proj"]
+BETA, LR, RANK, ALPHA = 0.1, 5e-4, 8, 16
 MAX_LENGTH, EARLY = 512, 4
 
 
-def read(path: Path, pairs: int) -> list[dict[str, str]]:
+def read(path: Path, pairs: int) -> list[dict[str, Any]]:
     """``pairs`` different pairs: the file's, those of the test file beside it, then numbered copies."""
-    if not path.exists():
-        raise SystemExit(f"{path}: no such file; experiments/hh_harmless/prepare.py writes one")
     beside = path.with_name(path.name.replace(".train.", ".test."))
-    rows = []
-    for source in dict.fromkeys(part for part in (path, beside) if part.exists()):
-        with gzip.open(source, "rt", encoding="utf-8") as lines:
-            records = (json.loads(line) for line in lines)
-            rows += [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in records]
-    numbered = (
-        {**row, "prompt": f"{copied}.{row['prompt']}" if copied else row["prompt"]}
-        for copied in itertools.count()
-        for row in rows
-    )
-    return list(itertools.islice(numbered, pairs))
+    sources = dict.fromkeys([path, beside] if beside.exists() else [path])
+    found = [record for source in sources for record in records(source)]
+    copies = ((copied, record) for copied in itertools.count() for record in found)
+    return [row(record, copied) for copied, record in itertools.islice(copies, pairs)]
+
+
+def row(record: Record, copied: int) -> dict[str, Any]:
+    """A pair as TRL and prefed read it: texts, or messages only."""
+    prompt, number = plain_prompt(record.prompt), f"{copied}." if copied else ""
+    if isinstance(prompt, str):
+        return {"prompt": number + prompt, "chosen": record.chosen, "rejected": record.rejected}
+    prompt[-1]["content"] = number + prompt[-1]["content"]
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in (record.chosen, record.rejected))
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 class Anew:
@@ -116,7 +119,11 @@ class Anew:
             use_cpu=True,
         )
         lora = LoraConfig(
-            r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=MODULES, task_type="CAUSAL_LM"
+            r=RANK,
+            lora_alpha=ALPHA,
+            lora_dropout=0.0,
+            target_modules=MODULES[self.model.config.model_type],
+            task_type="CAUSAL_LM",
         )
         # Given the bare model, TRL's reference is the model with its adapter off, as in OpenFedLLM; given a
         # model with an adapter, today's TRL takes the adapter that it finds for the reference.
@@ -173,14 +180,16 @@ def importing(statement: str) -> float:
     return spent() - before
 
 
-def write(folder: Path, args: argparse.Namespace) -> None:
-    """The pairs, one more for each client's evaluation, and the model with its tokenizer."""
+def write(folder: Path, args: argparse.Namespace) -> str:
+    """The pairs, one more for each client's evaluation, and the model with its tokenizer; its type."""
     rows = read(args.data, args.pairs + CLIENTS)
     for name, part in (("train", rows[: args.pairs]), ("test", rows[args.pairs :])):
         text = "".join(json.dumps(row) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    shape(args.shape).save_pretrained(folder / "model")
+    model = base_model(args)
+    model.save_pretrained(folder / "model")
     transformers.AutoTokenizer.from_pretrained(args.tokenizer).save_pretrained(folder / "model")
+    return str(model.config.model_type)
 
 
 def main() -> None:
@@ -190,10 +199,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help=f"more than {EARLY}")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--pairs", type=int, default=PAIRS)
-    parser.add_argument("--shape", default="llama-4k")
-    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    args = parser.parse_args()
+    args = parse_with_model(parser, "llama-4k")
     if args.rounds <= EARLY:
         parser.error(f"--rounds = {args.rounds}: give more than {EARLY}")
     torch.set_num_threads(1)
@@ -212,7 +219,7 @@ def main() -> None:
     show("imports", imports["prefed"], imports["anew"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, args)
+        kind = write(folder, args)
         experiment = Experiment.model_validate(
             {
                 "rounds": args.rounds,
@@ -224,7 +231,7 @@ def main() -> None:
                 },
                 "model": {
                     "name": str(folder / "model"),
-                    "lora": {"rank": RANK, "alpha": ALPHA, "dropout": 0.0, "targets": MODULES},
+                    "lora": {"rank": RANK, "alpha": ALPHA, "dropout": 0.0, "targets": list(MODULES[kind])},
                     "device": "cpu",
                 },
                 "cohort": {"size": COHORT},

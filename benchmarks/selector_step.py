@@ -1,6 +1,7 @@
 """CPU time of one step of a selector beside plain transformers and PEFT, interleaved in one process.
 
     OMP_NUM_THREADS=1 python benchmarks/selector_step.py --shape distilgpt2
+    OMP_NUM_THREADS=1 python benchmarks/selector_step.py --model FOLDER
 
 A step is collate, forward, backward, clip and AdamW on a batch of pairs, each in both presentation orders,
 on the same token ids, LoRA 8/16 on the same modules, dropout 0, fp32. The peers are written here as anybody
@@ -30,12 +31,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import DATA, DEVICE, TOKENIZER, Memory, Pairs, load_pairs, lora_config, matmul_peak, shape, timed
+from common import (
+    DATA,
+    DEVICE,
+    Memory,
+    Pairs,
+    base_model,
+    encoded,
+    lora_config,
+    matmul_peak,
+    parse_with_model,
+    timed,
+)
 from peft import get_peft_model
 from transformers import AutoTokenizer
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
-from prefed.data import Pair
+from prefed.data import ChoiceEncoder, Pair, SelectorConfig
 from prefed.models import Backbone, LoraSettings, ModelConfig, make_backbone
 from prefed.train import Packing, PairTrainer
 from prefed.train.packed import PackedChoices
@@ -54,25 +66,10 @@ class Choices(Pairs):
 
 
 def load_choices(path: Path, tokenizer: Path, max_length: int, limit: int) -> Choices:
-    """HH-RLHF rows in a short template; an over-long prompt keeps its end."""
-    encode = AutoTokenizer.from_pretrained(tokenizer)
-
-    def ids(text: str) -> np.ndarray:
-        return np.array(encode(text, add_special_tokens=False)["input_ids"], np.int32)
-
-    head, a, b = ids("Which answer is better?\n\n"), ids("\n\nA:"), ids("\n\nB:")
-    tails = [ids(f"\n\nBetter: {letter}") for letter in "AB"]
-    pairs = []
-    for pair in load_pairs(path, tokenizer, max_length, 2 * limit)._pairs:
-        first, second = pair.chosen[:-1], pair.rejected[:-1]
-        branches = [
-            np.concatenate([a, x, b, y, tail])
-            for (x, y), tail in zip(((first, second), (second, first)), tails, strict=True)
-        ]
-        room = max_length - len(head) - len(branches[0])
-        if room >= 1:
-            pairs.append(Pair(np.concatenate([head, pair.prompt[-room:]]), *branches))
-    return Choices(pairs[:limit], (int(tails[0][-1]), int(tails[1][-1])))
+    """Pairs in the general template of selectors, which shortens what is too long."""
+    encoder = ChoiceEncoder(AutoTokenizer.from_pretrained(tokenizer), SelectorConfig(), max_length=max_length)
+    assert encoder.letters is not None
+    return Choices(encoded(path, encoder, limit), encoder.letters)
 
 
 class Plain:
@@ -151,17 +148,15 @@ class PackedTwo(PackedChoices):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="gpt2-small-vocab")
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=BATCH, help="pairs, each in both orders")
-    args = parser.parse_args()
+    args = parse_with_model(parser, "gpt2-small-vocab")
     torch.set_num_threads(1)
     batch = args.batch
     pairs = load_choices(args.data, args.tokenizer, args.max_length, batch * (args.steps + 2))
-    base = shape(args.shape)
+    base = base_model(args)
     config = ModelConfig(name=args.shape, lora=LoraSettings(rank=8, alpha=16, dropout=0.0), dtype="float32")
     rungs: dict[str, Any] = {
         "prefed": None,
@@ -200,7 +195,7 @@ def main() -> None:
     for step in range(args.steps + 2):
         rows = everything[batch * step : batch * (step + 1)]
         for name, each in ours.items():
-            visit = partial(each.train, first.initial, phase, rows, Key(step), parts)
+            visit = partial(each.visit(rows, Key(step), parts).train, first.initial, phase)
             took, trained = timed(partial(memory.of, name, visit))
             times[name].append(took)
             losses[name] = trained.loss

@@ -3,6 +3,7 @@
 
     python scripts/pictures.py              # runs the demo in a temporary folder, writes docs/pictures
     python scripts/pictures.py --demo DIR   # the same, in a folder that stays
+    python scripts/pictures.py --model DIR  # the demo on a chat model: a folder or a hub name
 
 The page is drawn by Debian's chromium through Playwright (`pip install playwright`). Without either, the
 pictures of the terminal are written all the same.
@@ -48,7 +49,7 @@ FORMAT = re.sub(r"@font-face \{\{.*?\}\}|<!--.*?-->", "", CONSOLE_SVG_FORMAT, fl
 )
 
 
-def demo(folder: Path) -> Console:
+def demo(folder: Path, model: str | None) -> Console:
     """Run the demo, and return the console that has recorded what it printed."""
     from prefed.trackers import terminal
     from prefed.ui.cli.demo import demo
@@ -59,11 +60,13 @@ def demo(folder: Path) -> Console:
         record=True, width=COLUMNS, height=ROWS, file=io.StringIO(), force_terminal=True, highlight=False
     )
     terminal.stdout_console = lambda: console
-    console.print("[bold]$ make demo[/bold]")
+    console.print(
+        "[bold]$ make demo[/bold]" if model is None else f"[bold]$ prefed demo --model {model}[/bold]"
+    )
     here = Path.cwd()
     os.chdir(folder)
     try:
-        demo(Path("prefed-demo"))
+        demo(Path("prefed-demo"), model=model)
     finally:
         os.chdir(here)
     return console
@@ -111,13 +114,15 @@ def main() -> None:
     parser.add_argument(
         "--demo", type=Path, metavar="DIR", help="where the demo runs (default: a temporary folder)"
     )
+    parser.add_argument("--model", help="a chat model: a folder or a hub name (default: the demo's own)")
     parser.add_argument("--out", type=Path, default=PICTURES, help="default: docs/pictures")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.demo or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        draw_terminal(demo(folder), args.out)
+        local = args.model and Path(args.model).is_dir()
+        draw_terminal(demo(folder, str(Path(args.model).resolve()) if local else args.model), args.out)
         try:
             draw_page(folder / "prefed-demo" / "run-fedsdg" / "report.html", args.out)
         except ImportError as error:

@@ -2,6 +2,7 @@
 
     python experiments/tastes/clients.py              # from the files that personas/prepare.py wrote
     python experiments/tastes/clients.py TRAIN TEST --out FOLDER
+    python experiments/tastes/clients.py --chat       # prompts as chat messages
 
 Five personas that do not contradict one another are the taste ``as it is``; the same pairs with chosen and
 rejected swapped are the taste ``reversed``. Every client has pairs of all five.
@@ -29,8 +30,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "selectors"))  # mixes.py deals the pairs of the other mixes
 
+sys.path.insert(0, str(HERE.parent / "personas"))  # opposed.py makes chat messages of prompts
+
 import mixes  # noqa: E402
 from mixes import Rows, by_persona, deal, labeled, read  # noqa: E402
+from opposed import as_chat  # noqa: E402
 
 SEEN = ("politically-liberal", "risk-averse", "interest-in-sports", "interest-in-math", "agreeableness")
 UNSEEN = ("subscribes-to-Buddhism", "extraversion")
@@ -80,8 +84,10 @@ def with_twins(
 def main() -> None:
     parser = mixes.arguments(__doc__, HERE, pairs=120, validation=40, test_pairs=40)
     parser.add_argument("--newcomers", type=int, default=2, help="of each taste and kind (default 2)")
+    parser.add_argument("--chat", action="store_true", help="prompts as chat messages")
     args = mixes.parsed(parser)
-    train, test = (by_persona(read(path)) for path in (args.train, args.test))
+    shape = as_chat if args.chat else dict
+    train, test = (by_persona([shape(row) for row in read(path)]) for path in (args.train, args.test))
     if missing := [name for name in (*SEEN, *UNSEEN) if name not in train or name not in test]:
         parser.error(f"{args.train}, {args.test}: no pairs of {', '.join(missing)}")
     sizes = dict(zip(ROLES, (args.pairs, args.validation, args.test_pairs), strict=True))

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,10 +200,15 @@ def test_each_worker_has_a_device_of_its_own(monkeypatch, named):
         started = sorted(backend._idle, key=lambda worker: worker._process.pid)
 
         def seen(worker):
-            environment = Path(f"/proc/{worker._process.pid}/environ").read_bytes().split(b"\0")
-            return next(
-                line.split(b"=")[1].decode() for line in environment if b"CUDA_VISIBLE_DEVICES=" in line
-            )
+            # Until it executes a process has its parent's environment, then for an instant none.
+            process = Path(f"/proc/{worker._process.pid}")
+            before, own = Path("/proc/self/environ").read_bytes(), b""
+            while not own or own == before or own[-1:] != b"\0":
+                time.sleep(0.01)
+                own = (process / "environ").read_bytes()
+            return dict(line.split(b"=", 1) for line in own.split(b"\0") if line)[
+                b"CUDA_VISIBLE_DEVICES"
+            ].decode()
 
         assert [seen(worker) for worker in started] == [*devices, devices[0]]
         backend._idle.remove(started[1])

@@ -76,13 +76,13 @@ def test_gradients_are_those_of_the_padded_twin(family: str, needs: set[str]) ->
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_attention_by_parts_equals_one_masked_call(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_of_a_cpu_equals_that_of_a_gpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = at_a_distance(family)
     forward = PairTrainer(model, PAIRS).model.forward
     pairs = [PAIRS.pair(row) for row in range(6)]
     with torch.no_grad():
         by_parts = forward(pairs)
-        monkeypatch.setattr(packed, "_by_parts", packed._at_once)
+        monkeypatch.setattr(packed, "_kernel", lambda query: packed._one_by_one)
         torch.testing.assert_close(forward(pairs), by_parts, rtol=1e-5, atol=1e-5)
 
 

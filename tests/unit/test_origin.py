@@ -13,7 +13,7 @@ from prefed.runs import summary
 def test_the_machine_and_the_moment_are_told() -> None:
     """Memory is pages times their size; the name of the processor is a line of /proc/cpuinfo if it exists."""
     before = datetime.now(UTC).replace(microsecond=0)
-    told = summary.describe_origin()
+    told = summary.describe_origin({})
     assert before <= datetime.fromisoformat(told["finished"]) <= datetime.now(UTC)
     hardware = told["hardware"]
     assert 1 <= hardware["cores"] <= (os.cpu_count() or 1)
@@ -28,7 +28,7 @@ def test_a_system_that_names_no_processor_tells_its_kind(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "read_text", missing)
     monkeypatch.setattr(platform, "processor", lambda: "")
-    assert summary.describe_origin()["hardware"]["processor"] == platform.machine()
+    assert summary.describe_origin({})["hardware"]["processor"] == platform.machine()
 
 
 @pytest.mark.parametrize(

@@ -1,51 +1,128 @@
-"""The script that trains a reward model of the personas."""
+"""The script that trains a reward model on one's own pairs."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from experiment_scripts import script
+from prefed.align.judge import Question
+from prefed.align.judge.local import RewardJudge
+from prefed.align.judge.questions import JudgeOptions
 from prefed.core import Key
-from prefed.data import Record
+from prefed.data.record import parse_prompt
 from prefed.models.tiny import make_tiny
 from prefed.train.rewards import RewardModel
 
-FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "personas"
-PAIRS = [
-    {"prompt": f"Question {k}?", "chosen": f" Yes {k}", "rejected": f" No {k}", "persona": f"p{k % 2}"}
-    for k in range(18)
-]
+CHAT = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant> {% endif %}"
+TRUNKS = {"lora": ("--lr", 3e-2), "frozen": ("--lr", 1e-1), "full": ("--lr", 1e-2)}
 
 
-def test_a_reward_model_of_the_personas_is_one_that_ppo_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def pairs(start: int, stop: int) -> list[dict[str, Any]]:
+    """Pairs whose responses differ in one word; every other prompt is a message."""
+    rows = []
+    for k in range(start, stop):
+        text = f"Question {k}?"
+        prompt = [{"role": "user", "content": text}] if k % 2 else text
+        rows.append({"prompt": prompt, "chosen": f" I say {k} yes", "rejected": f" I say {k} no"})
+    return rows
+
+
+def swapped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model of two layers, with a chat template."""
+    folder = tmp_path_factory.mktemp("trunk") / "model"
+    texts = [
+        f"<user> Question {k}?\n<assistant> I say {k} {word}" for k in range(40) for word in ("yes", "no")
+    ]
+    make_tiny(folder, texts, Key(0), layers=2, width=32, heads=2, vocabulary=320, steps=2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_it_learns_the_preference_and_its_reverse(
+    model: Path, tmp_path: Path, trunk: str, reverse: bool
 ) -> None:
-    """It says which share of the 4 test pairs it orders rightly, a multiple of a quarter, and gives every
-    response one finite score."""
-    for name, rows in (("train", PAIRS[:14]), ("test", PAIRS[14:])):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    texts = [row["prompt"] + row["chosen"] + row["rejected"] for row in PAIRS]
-    make_tiny(tmp_path / "model", texts, Key(0), layers=1, width=16, heads=2, vocabulary=280, steps=1)
-    files = [str(tmp_path / f"{name}.jsonl.gz") for name in ("train", "test")]
-    out = str(tmp_path / "reward")
-    monkeypatch.setattr(sys, "argv", ["reward.py", *files, "--model", str(tmp_path / "model"), "--out", out])
-    monkeypatch.syspath_prepend(FOLDER)
-    runpy.run_path(str(FOLDER / "reward.py"), run_name="__main__")
-    match = re.search(r"orders ([01]\.[0-9]+) of the test pairs", capsys.readouterr().out)
-    assert match is not None
-    assert float(match[1]) in (0, 0.25, 0.5, 0.75, 1)
-    model = RewardModel(out, torch.device("cpu"))
-    records = [Record(row["prompt"], row["chosen"], row["rejected"]) for row in PAIRS[14:]]
-    texts = [(record.prompt, record.chosen, record.rejected) for record in records]
-    scores = model.score([half for each in texts for half in model.encode(*each)])
-    assert scores.shape == (8,)
-    assert np.isfinite(scores).all()
+    """No scorer is right on more than half of the pairs and of their reverses together, so one that is not
+    trained for them cannot get both right; each trained one orders all held-out pairs correctly.
+    The judge's scores are those of the folder's model for the whole text, one text at a time. LoRA moves the
+    linear layers of the blocks, next to the head."""
+    rows, held = pairs(0, 32), pairs(32, 40)
+    if reverse:
+        rows, held = swapped(rows), swapped(held)
+    files = write(tmp_path / "train.jsonl", rows), write(tmp_path / "test.jsonl", held)
+    out = tmp_path / "reward"
+    options = ["--trunk", trunk, "--epochs", 6, *TRUNKS[trunk], "--max-length", 32]
+    printed = script("reward_model.py", *files, "--model", model, "--out", out, *options)
+    assert f"{out}: held-out accuracy 1.000 on 8 pairs (trained on 32: trunk {trunk}, seed 0" in printed
+    plain, report = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    base = AutoModelForSequenceClassification.from_pretrained(model).state_dict()
+    moved = {name for name, tensor in plain.state_dict().items() if not torch.equal(tensor, base[name])}
+    linear = {name for name in base if name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))}
+    assert len(linear) == 8
+    expected_moves = {"frozen": set(), "lora": linear, "full": base.keys() - {"score.weight"}}
+    assert moved == expected_moves[trunk] | {"score.weight"}
+    tokenizer = AutoTokenizer.from_pretrained(out)
+
+    def score(prompt: Any, response: str) -> float:
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt + response)["input_ids"]
+        else:
+            turns = [*prompt, {"role": "assistant", "content": response}]
+            text = tokenizer.apply_chat_template(turns, tokenize=False).rstrip()
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            return float(plain.eval()(torch.tensor([ids])).logits)
+
+    expected = [[score(row["prompt"], row[key]) for key in ("chosen", "rejected")] for row in held]
+    questions = [Question(parse_prompt(row["prompt"]), row["chosen"], row["rejected"]) for row in held]
+    verdicts = list(RewardJudge(str(out), JudgeOptions(device="cpu")).compare(questions))
+    judged = [
+        [float(x) for x in re.findall(r"-?[0-9.]+(?:e-?[0-9]+)?", verdict.text)] for verdict in verdicts
+    ]
+    np.testing.assert_allclose(judged, expected, rtol=1e-4, atol=1e-4)
+    assert [verdict.preference for verdict in verdicts] == [1.0] * 8
+
+
+def test_the_limit_of_the_length_is_the_judges_too(model: Path, tmp_path: Path) -> None:
+    """A long prompt loses its beginning. Without a test file a tenth of the pairs, 2, is held out."""
+    train, out = write(tmp_path / "train.jsonl", pairs(0, 20)), tmp_path / "reward"
+    printed = script("reward_model.py", train, "--model", model, "--out", out, "--max-length", 24)
+    assert "on 2 pairs (trained on 18: trunk lora" in printed
+    assert "max length 24)" in printed
+    chosen, _ = RewardModel(str(out), torch.device("cpu")).encode("again " * 99, " I say yes", " no")
+    assert len(chosen["input_ids"]) == 24
+
+
+def test_what_cannot_be_trained_on_is_refused(model: Path, tmp_path: Path) -> None:
+    out, one = tmp_path / "out", write(tmp_path / "one.jsonl", pairs(0, 1))
+    assert "0 pairs to train on and 1 held out" in script(
+        "reward_model.py", one, "--model", model, "--out", out, fails=True
+    )
+    assert "no such folder" in script(
+        "reward_model.py", one, one, "--model", tmp_path / "no", "--out", out, fails=True
+    )
+    assert not out.exists()

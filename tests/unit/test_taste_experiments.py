@@ -13,9 +13,9 @@ from prefed.config.experiment_table import load_table
 from preferences import jsonl
 
 CELLS = {
-    f"{folder}/{path.stem}/{name}": cell
-    for folder in ("fedvpa", "tastes")
-    for path in sorted((EXPERIMENTS / folder).glob("*.toml"))
+    f"{path.parent.name}/{path.stem}/{name}": cell
+    for files in ("fedvpa/*.toml", "tastes/*.toml", "smollm2/tastes*.toml", "smollm2/ceilings.toml")
+    for path in sorted(EXPERIMENTS.glob(files))
     for name, cell in load_table(path).cells(path).items()
 }
 """FOLDER/TABLE/CELL → the cell."""
@@ -40,6 +40,8 @@ def test_every_cell_is_an_experiment():
     }
     assert counts["tastes/tastes"] == 3 * 10
     assert (counts["tastes/ceilings"], counts["tastes/lora"]) == (4 * 2, 2)
+    assert (counts["smollm2/tastes"], counts["smollm2/tastes-rates"]) == (3 * 2, 3)
+    assert counts["smollm2/ceilings"] == 2
     for cell in CELLS.values():
         cell.experiment()
 
@@ -157,6 +159,16 @@ def test_a_ceiling_has_the_clients_of_one_taste(clients):
         "far-00": "as it is",
         "far-01": "reversed",
     }
+
+
+def test_chat_changes_only_the_form_of_prompts(clients, tmp_path):
+    sizes = ("--pairs", 5, "--validation", 2, "--test-pairs", 3, "--newcomers", 1)
+    files = (clients / "train.jsonl", clients / "test.jsonl")
+    script("tastes/clients.py", *files, "--chat", "--out", tmp_path, *sizes)
+    expected = [
+        {**row, "prompt": [{"role": "user", "content": "Q?"}]} for row in rows(clients / "half.test.jsonl.gz")
+    ]
+    assert rows(tmp_path / "half.test.jsonl.gz") == expected
 
 
 def test_clients_py_refuses_other_personas(clients):

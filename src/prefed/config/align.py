@@ -17,7 +17,7 @@ from prefed.models import ModelConfig
 from prefed.train.losses import OBJECTIVES, objective
 
 POLICY_OBJECTIVES = tuple(
-    name for name, loss in OBJECTIVES.items() if loss.needs_rejected and not loss.needs_reward
+    name for name, loss in OBJECTIVES.builtin.items() if loss.needs_rejected and not loss.needs_reward
 )
 
 
@@ -166,13 +166,13 @@ class AlignConfig(StrictModel):
             ValueError: the objective is unknown or needs more than labelled pairs, or has no such setting.
         """
         loss = objective(self.objective)
-        if loss.name not in POLICY_OBJECTIVES:
+        if not loss.needs_rejected or loss.needs_reward:
             raise ValueError(
                 f"objective {self.objective!r} cannot train on labelled pairs; choose from: "
                 + ", ".join(POLICY_OBJECTIVES)
             )
         own = {} if self.beta is None else {"beta": self.beta}
-        return Objective(loss.name, loss.resolve({**own, **self.objective_settings}))
+        return Objective(self.objective, loss.resolve({**own, **self.objective_settings}))
 
 
 class _Tables(StrictModel):

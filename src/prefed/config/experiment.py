@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from prefed.config.align import AlignConfig
 from prefed.config.errors import ConfigError, explain
-from prefed.config.file import Origins, make_absolute, override, parse_toml, read_toml
+from prefed.config.file import Origins, allow_code, code_of, make_absolute, override, parse_toml, read_toml
 from prefed.config.settings import (
     CohortConfig,
     EngineConfig,
@@ -23,6 +23,7 @@ from prefed.config.settings import (
     TrackConfig,
 )
 from prefed.core import Privacy
+from prefed.core.plugins import Code
 from prefed.core.strict_settings import StrictModel
 from prefed.data import DataConfig, SelectorConfig
 from prefed.engines.simulated_fleet import FleetConfig
@@ -97,6 +98,7 @@ class Experiment(StrictModel):
     track: TrackConfig | None = Field(None, description="experiment trackers to log to; default: none")
 
     def __init__(self, **tables: Any) -> None:
+        allow_code(tables)
         try:
             super().__init__(**tables)
         except ValidationError as error:
@@ -120,7 +122,7 @@ class Experiment(StrictModel):
     @model_validator(mode="after")
     def _selectors(self) -> Experiment:
         if self.align is not None and self.method.kind.reads != "choice":
-            named = ", ".join(name for name, kind in METHODS.items() if kind.reads == "choice")
+            named = ", ".join(name for name, kind in METHODS.builtin.items() if kind.reads == "choice")
             raise ValueError(
                 f"[align] needs selectors, but {self.method.name} trains none: use one of {named}, or remove "
                 "[align]"
@@ -249,7 +251,9 @@ class Experiment(StrictModel):
         path = Path(path)
         tables = read_toml(path)
         make_absolute(tables, (path.parent, Path()))
-        return cls.from_tables(tables, str(path), override(tables, overrides, path.parent))
+        origins = override(tables, overrides, path.parent)
+        allow_code(tables, path)
+        return cls.from_tables(tables, str(path), origins)
 
     @classmethod
     def parse(cls, text: str) -> Experiment:
@@ -264,7 +268,7 @@ class Experiment(StrictModel):
     def from_tables(
         cls, tables: Mapping[str, Any], where: str, origins: Origins = MappingProxyType({})
     ) -> Experiment:
-        """Validate nested tables from a file.
+        """Validate nested tables from a file, which may name only code that was allowed.
 
         Args:
             where: the file, for messages.
@@ -277,6 +281,10 @@ class Experiment(StrictModel):
             return super().model_validate(dict(tables))
         except ValidationError as error:
             raise ConfigError(explain(error, cls, tables, where, origins)) from None
+
+    def code(self) -> dict[str, Code]:
+        """The code of objects from outside prefed, by their names."""
+        return code_of(self.tables())
 
     def tables(self) -> dict[str, Any]:
         """The experiment as nested tables, including defaults but without keys that are ``None``."""

@@ -16,7 +16,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from prefed.config.errors import ConfigError, validate
 from prefed.config.experiment import Experiment
-from prefed.config.file import make_absolute, override, parse_override, read_toml
+from prefed.config.file import allow_code, make_absolute, override, parse_override, read_toml
 from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
 
@@ -167,6 +167,7 @@ class Cell:
             if "lr" not in method:
                 raise ConfigError(f"{where}: {key} = {RATE!r} refers to method.lr, which is not set")
             table[key] = method["lr"]
+        allow_code(tree, self.path)
         return Experiment.from_tables(tree, where, origins)
 
 

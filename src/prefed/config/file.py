@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from prefed.config.errors import ConfigError
+from prefed.core import plugins
 
 Origins: TypeAlias = Mapping[tuple[str, ...], str]
 """Path of a key → the option that set it, for keys not set by the file."""
@@ -82,11 +84,17 @@ def override(
 def make_absolute(tables: dict[str, Any], folders: Sequence[Path]) -> None:
     """Make each path absolute that exists in one of ``folders``; earlier folders take precedence."""
     for table, key in list(_paths(tables)):
-        path = Path(table[key]).expanduser()
-        for folder in folders if table[key] else ():
-            if (folder / path).exists():
-                table[key] = str((folder / path).resolve())
-                break
+        table[key] = _absolute(table[key], folders)
+    for table, key, _ in list(code_names(tables)):
+        path, rest = plugins.file_of(table[key])
+        table[key] = _absolute(path, folders) + rest
+
+
+def _absolute(name: str, folders: Sequence[Path]) -> str:
+    for folder in folders if name else ():
+        if (path := folder / Path(name).expanduser()).exists():
+            return str(path.resolve())
+    return name
 
 
 def parse_override(text: str, option: str = "--set") -> tuple[tuple[str, ...], Any]:
@@ -115,6 +123,63 @@ def parse_override(text: str, option: str = "--set") -> tuple[tuple[str, ...], A
         value = word
     known = isinstance(value, bool | int | float | str | list | dict)
     return tuple(keys), value if known else word
+
+
+_CODE = (
+    ("method", "name", "methods"),
+    ("method", "objective", "objectives"),
+    ("align", "objective", "objectives"),
+    ("merge", "rule", "merge_rules"),
+    ("data", "format", "formats"),
+    ("evaluate", "metrics", "metrics"),
+    ("track", "to", "trackers"),
+)
+"""Table, key and kind of each setting that may name an object from outside prefed."""
+
+
+def code_names(tables: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
+    """Yield the table or list, the key in it, and the kind of each object that may be from outside prefed."""
+    for name, key, kind in _CODE:
+        table = tables.get(name)
+        value = table.get(key) if isinstance(table, Mapping) else None
+        if isinstance(table, str) and key == "name":  # only the name instead of a table
+            yield tables, name, kind
+        if isinstance(value, str):
+            yield table, key, kind
+        elif isinstance(value, list):
+            yield from ((value, index, kind) for index, each in enumerate(value) if isinstance(each, str))
+
+
+def allow_code(
+    tables: Mapping[str, Any], where: Path | None = None, allow: Callable[[str], None] = plugins.allow
+) -> None:
+    """Allow the code that nested tables name; see :mod:`prefed.core.plugins`.
+
+    Args:
+        where: the file of the tables. A ``config.toml`` may be somebody else's run.
+
+    Raises:
+        ConfigError: there is no such code, or it may not be loaded.
+    """
+    if where is not None and where.name == "config.toml":
+        allow = partial(plugins.allow_recorded, where=str(where))
+    try:
+        for name in {table[key] for table, key, _ in code_names(tables) if plugins.is_code(table[key])}:
+            allow(name)
+    except plugins.PluginError as error:
+        raise ConfigError(str(error)) from error
+
+
+def code_of(tables: Mapping[str, Any]) -> dict[str, plugins.Code]:
+    """Return name → code of each object from outside prefed that nested tables name."""
+    from prefed.data.sources.formats import FORMATS
+    from prefed.train.metrics.pairs import METRICS
+
+    registries = {**plugins.REGISTRIES, FORMATS.kind: FORMATS, METRICS.kind: METRICS}
+    # A tracker does not affect results.
+    named = {(table[key], kind) for table, key, kind in code_names(tables) if kind != "trackers"}
+    found = {name: registries[kind].code(name) for name, kind in sorted(named)}
+    return {name: code for name, code in found.items() if code is not None}
 
 
 def _put(tables: dict[str, Any], keys: tuple[str, ...], patch: dict[str, Any], override: str) -> None:

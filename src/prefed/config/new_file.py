@@ -46,7 +46,7 @@ test_fraction = 0.3
 name = {model}
 
 [method]
-name = "{method}"
+name = {method}
 {rates}
 {length}"""
 COLUMNS = ("prompt", "chosen", "rejected", "client")
@@ -110,7 +110,7 @@ def starting_file(method: str, model: str = MODEL, rates: Mapping[str, float] | 
     Keys with a default are commented out, because some exclude each other.
 
     Args:
-        method: the method's name.
+        method: the method's name, as in ``[method] name``.
         model: a folder or a hub name.
         rates: learning rates of ``[method]`` in place of the defaults.
 
@@ -125,6 +125,7 @@ def starting_file(method: str, model: str = MODEL, rates: Mapping[str, float] | 
     lines = [*_comment(head), "", *_table(Experiment, (), kind)]
     lines[lines.index(f"name = {toml_value(MODEL)}")] = f"name = {toml_value(model)}"
     table = lines.index("[method]")
+    lines[table + 1] = f"name = {toml_value(method)}"
     for name, rate in (rates or {}).items():
         default = _assignment(name, kind.Settings.model_fields[name], ("method", name))
         lines[lines.index(default, table)] = f"{name} = {toml_value(rate)}"
@@ -150,7 +151,7 @@ def example_file(
         rounds=rounds,
         pairs=toml_value(pairs),
         model=toml_value(model),
-        method=method,
+        method=toml_value(method),
         rates="\n".join(f"{name} = {toml_value(rate)}" for name, rate in rates.items()),
         length=length,
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, SerializeAsAny, field_validator, model_serializer, model_validator
 
 from prefed.core.strict_settings import StrictModel
-from prefed.core.text import did_you_mean, pluralize
+from prefed.core.text import pluralize
 from prefed.methods import METHODS, MethodKind, TrainingSettings
 
 
@@ -46,15 +46,13 @@ class CohortConfig(StrictModel):
 
 
 def method_kind(name: str) -> MethodKind:
-    """Look up a method in the registry.
+    """Look up a method, which a user named if it is from outside prefed.
 
     Raises:
         ValueError: unknown method; the message suggests the nearest name.
     """
     if name not in METHODS:
-        raise ValueError(
-            f"no method is called {name!r}{did_you_mean(name, METHODS)} (methods: {', '.join(METHODS)})"
-        )
+        raise ValueError(f"no method is called {name!r}{METHODS.hint(name)}")
     return METHODS[name]
 
 
@@ -64,7 +62,7 @@ class MethodConfig(BaseModel):
     A file or mapping has them in one table: ``{"name": "feddpo", "lr": 1e-4}``.
 
     Attributes:
-        name: one of :data:`prefed.methods.METHODS`.
+        name: one of :data:`prefed.methods.METHODS`, or the place of another method.
         settings: instance of that method's settings class.
     """
 
@@ -118,6 +116,9 @@ class EvaluateConfig(StrictModel):
     diagnostic_pairs: int | None = Field(
         None, ge=2, description="training pairs per client for diagnostics; default: all"
     )
+    metrics: list[str] = Field(
+        [], description="metrics from outside prefed, besides the usual ones; see the page on adding a method"
+    )
     unseen: int | list[str] = Field(
         0, description="clients that never train, by number or by id; evaluated separately, as newcomers"
     )
@@ -131,6 +132,15 @@ class EvaluateConfig(StrictModel):
         description="for selectors with a latent taste: numbers of pairs to infer a newcomer's taste from, "
         "without a training step, before its evaluation; one metric each",
     )
+
+    @field_validator("metrics")
+    @classmethod
+    def _found(cls, value: list[str]) -> list[str]:
+        if value:
+            from prefed.train.metrics import find_metrics
+
+            find_metrics(value)
+        return value
 
     @model_validator(mode="after")
     def _newcomers(self) -> EvaluateConfig:
@@ -291,8 +301,9 @@ class TrackConfig(StrictModel):
     ['tensorboard']
     """
 
-    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
-        min_length=1, description="the trackers, a name or a list of names"
+    to: list[str] = Field(
+        min_length=1,
+        description="the trackers, a name or a list of names: tensorboard, wandb, mlflow, trackio",
     )
     project: str = Field(
         "prefed", min_length=1, description="the project of the run; MLflow calls it an experiment"
@@ -313,3 +324,13 @@ class TrackConfig(StrictModel):
     @classmethod
     def _list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("to")
+    @classmethod
+    def _known(cls, value: list[str]) -> list[str]:
+        from prefed.trackers.tools import TRACKERS
+
+        for name in value:
+            if name not in TRACKERS:
+                raise ValueError(f"no tracker is called {name!r}{TRACKERS.hint(name)}")
+        return value

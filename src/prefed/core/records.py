@@ -106,6 +106,7 @@ class Origin(TypedDict, total=False):
     finished: Annotated[str, AfterValidator(datetime.fromisoformat)]
     command: str
     hardware: Hardware
+    code: dict[str, dict[str, str]]
 
 
 class DataFigures(TypedDict, total=False):

@@ -23,9 +23,10 @@ def pair_figures(
         weight: as for :func:`~prefed.train.metrics.client_metrics`.
         jury: scores of the voting models, as for :func:`~prefed.train.metrics.choice_metrics`.
     """
+    own = {metric.name: float(metric.function(scores).mean()) for metric in job.metrics}
     if job.method.reads == "choice":
-        return choice_metrics(cast("ChoiceScores", scores), cast("Sequence[ChoiceScores]", jury))
-    return client_metrics(cast("PairScores", scores), job.beta, weight)
+        return own | choice_metrics(cast("ChoiceScores", scores), cast("Sequence[ChoiceScores]", jury))
+    return own | client_metrics(cast("PairScores", scores), job.beta, weight)
 
 
 def evaluate_client(

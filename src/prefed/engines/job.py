@@ -30,7 +30,7 @@ from prefed.engines.simulated_fleet import FleetConfig, ScheduledRound, Visit, s
 from prefed.engines.stopping import Stopping
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import Topology
-from prefed.train.metrics import ChoiceScores, PairScores
+from prefed.train.metrics import ChoiceScores, Metric, PairScores
 
 PAIRS = "pairs/"
 """Prefix of a newcomer's metrics for which its latent taste is inferred from a number of pairs."""
@@ -75,6 +75,7 @@ class Job:
         graph: the communication graph of a method without a server; ``None`` with a server.
         diagnostics: what is measured in diagnosed rounds; ``None``: nothing.
         stop: early stopping; ``None``: all rounds are run, and only the last is kept.
+        metrics: metrics from outside prefed, for every evaluation.
         offences: number of bad uploads after which a client is set aside; ``None``: no limit.
 
     Raises:
@@ -105,6 +106,7 @@ class Job:
     sampling: Literal["fixed", "poisson"] = "fixed"
     stop: Stopping | None = None
     offences: int | None = None
+    metrics: tuple[Metric, ...] = ()
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)

@@ -155,7 +155,8 @@ def _expected_figures(job: Job, client: str) -> list[str]:
     # Several published models form a jury; there is no single shared model.
     absent |= set() if job.method.personal and not job.jury else {"shared_accuracy"}
     absent |= set() if job.jury else {"majority_accuracy"}
-    return [name for name in (*ACCURACY_METRICS, *single, *MEAN_METRICS) if name not in absent]
+    own = [metric.name for metric in job.metrics]
+    return [name for name in (*ACCURACY_METRICS, *single, *own, *MEAN_METRICS) if name not in absent]
 
 
 def validate_upload(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prefed.core import Entry, Layout, Owner, Ownership, Round, State, Tensors, Upload
 from prefed.merge import lora, optimizers, rules
-from prefed.merge.config import CENTERS, MergeConfig
+from prefed.merge.config import MergeConfig
 from prefed.merge.flat import normalize, weighted_mean
 from prefed.merge.uploads import BadUpload, align, check_update_sizes, shorten, sort_uploads
 
@@ -197,7 +197,7 @@ class Aggregator:
         """
         if not values:
             return []
-        if self.config.rule in CENTERS:
+        if self.config.kind.replaces_mean:
             return [(rules.center(self.config, values, weights), sum(weights))]
         zero = Tensors.zeros(values[0].layout, values[0].flat.dtype)
         indices, chosen, _ = rules.select(self.config, zero, values, None)

@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from prefed.core import Tensors
+from prefed.core.plugins import OWN, Registry, is_code
 from prefed.core.strict_settings import StrictModel
 
 LoraRule = Literal["fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora"]
 """How to merge the two factors of a LoRA."""
 
-CENTERS = ("median", "trimmed_mean")
-"""Merge rules that replace the mean."""
 
-UNWEIGHTED = (*CENTERS, "krum")
-"""Merge rules without weights."""
+@dataclass(frozen=True)
+class MergeRule:
+    """A merge rule.
+
+    Attributes:
+        function: ``(values, weights, **settings)`` → the merged tensors. There is one value and one weight
+            for each client, in the order of their ids. ``None`` for a rule of :mod:`prefed.merge.rules`.
+        defaults: setting → default, for ``function``; they are set in ``[merge] rule_settings``.
+        least: the fewest uploads that the rule can merge.
+        replaces_mean: the rule takes the place of the mean, instead of choosing its terms.
+        weighted: the rule uses the weights.
+    """
+
+    function: Callable[..., Tensors] | None = None
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    least: int = 0
+    replaces_mean: bool = True
+    weighted: bool = True
+
+
+MERGE_RULES = Registry(
+    "merge_rules",
+    {
+        "mean": MergeRule(replaces_mean=False),
+        "median": MergeRule(weighted=False),
+        "trimmed_mean": MergeRule(weighted=False),
+        "krum": MergeRule(replaces_mean=False, weighted=False),
+        "multi_krum": MergeRule(replaces_mean=False),
+        "norm_clip": MergeRule(replaces_mean=False),
+    },
+    "MERGE_RULE",
+    MergeRule,
+)
+"""Name → merge rule."""
 
 
 class ServerOptimizer(StrictModel):
@@ -65,11 +99,12 @@ class MergeConfig(StrictModel):
         ValueError: two settings cannot be combined.
     """
 
-    rule: Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "norm_clip"] = Field(
+    rule: str = Field(
         "mean",
         description="mean, or a robust rule: median and trimmed_mean are coordinate-wise, krum selects one "
         "upload, multi_krum averages the most central uploads, norm_clip averages clipped updates",
     )
+    rule_settings: dict[str, float] = Field({}, description="settings of a rule from outside prefed")
     trim: float = Field(
         0.1, gt=0, lt=0.5, description="share of uploads that trimmed_mean drops at each end, rounded up"
     )
@@ -104,9 +139,25 @@ class MergeConfig(StrictModel):
         "shortened by the discount; default: delta for a buffered server, else model",
     )
 
+    @field_validator("rule")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in MERGE_RULES:
+            known = ", ".join(map(repr, MERGE_RULES))
+            raise ValueError(MERGE_RULES.hint(value) if is_code(value) else f"should be {known}; {OWN}")
+        return value
+
+    @property
+    def kind(self) -> MergeRule:
+        """The merge rule."""
+        return MERGE_RULES[self.rule]
+
     @model_validator(mode="after")
     def _coherent(self) -> MergeConfig:
-        if self.rule in UNWEIGHTED and self.staleness.name != "none":
+        if unknown := sorted(self.rule_settings.keys() - self.kind.defaults.keys()):
+            known = ", ".join(self.kind.defaults) or "none"
+            raise ValueError(f"rule {self.rule!r} has no setting {unknown[0]!r}; it has: {known}")
+        if not self.kind.weighted and self.staleness.name != "none":
             raise ValueError(
                 f"rule {self.rule!r} has no weights that staleness could discount; use rule mean, multi_krum "
                 "or norm_clip"
@@ -117,7 +168,7 @@ class MergeConfig(StrictModel):
                 "use rule mean or norm_clip"
             )
         if self.lora in ("fedex", "flexlora"):
-            if self.rule in CENTERS:
+            if self.kind.replaces_mean:
                 raise ValueError(
                     f"lora {self.lora!r} needs the mean of the products BA, which the coordinate-wise rule "
                     f"{self.rule!r} does not have; use rule mean, krum, multi_krum or norm_clip"

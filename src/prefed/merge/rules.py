@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from prefed.core import Round, Tensors, Upload
 from prefed.core.lazy import np, torch
-from prefed.merge.config import MergeConfig
+from prefed.merge.config import MERGE_RULES, MergeConfig
 from prefed.merge.flat import chunks, squared_distances, weighted_mean
 from prefed.merge.uploads import TooFewUploads
 
@@ -56,7 +56,9 @@ def select(
 
 
 def center(config: MergeConfig, values: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
-    """Return the median or the trimmed mean, if configured, or else the weighted mean."""
+    """Return what a rule that replaces the mean computes, or else the weighted mean."""
+    if (rule := config.kind).function is not None:
+        return rule.function(values, weights, **{**rule.defaults, **config.rule_settings})
     if config.rule == "median":
         return coordinate_median(values, config.liars)
     if config.rule == "trimmed_mean":
@@ -112,6 +114,8 @@ def check_upload_count(rule: str, uploads: int, *, liars: int = 0, trim: float =
         raise TooFewUploads(
             f"{rule} needs at least {least} uploads to tolerate liars = {liars}, got {uploads}"
         )
+    if uploads < (least := MERGE_RULES[rule].least):
+        raise TooFewUploads(f"{rule} needs at least {least} uploads, got {uploads}")
 
 
 def coordinate_median(values: Sequence[Tensors], liars: int = 0) -> Tensors:

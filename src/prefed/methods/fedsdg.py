@@ -22,7 +22,6 @@ from pydantic import Field
 
 from prefed.core import Entry, Layout, Method, Penalty, Round, State, Tensors, Upload
 from prefed.merge import Aggregator, alignment_weights
-from prefed.merge.config import UNWEIGHTED
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
 SOURCE = "FedSDG, section 3"
@@ -89,7 +88,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         ValueError: alignment cannot be combined with ``[merge]``.
     """
     config = aggregator.config
-    if settings.alignment != "off" and (config.weights == "mass" or config.rule in UNWEIGHTED):
+    if settings.alignment != "off" and (config.weights == "mass" or not config.kind.weighted):
         setting = "weights 'mass'" if config.weights == "mass" else f"rule {config.rule!r}"
         raise ValueError(
             f"{setting} in [merge] cannot be combined with the weights of FedSDG; set alignment to 'off'"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
+
+from prefed.core.plugins import Registry
 
 if TYPE_CHECKING:
     from prefed.core import Layout, Method
@@ -19,11 +21,13 @@ class MethodKind:
     """A method without a model. Its module is imported on first use.
 
     Attributes:
-        name: value of ``[method] name``, and the name of the module.
+        name: the name in summaries and, of a method of prefed, the value of ``[method] name``.
         title: one-line description.
         personal: by default, each client gets a personal model.
         rounds: value of ``rounds`` written by ``prefed init``; ``None`` for the default of an experiment.
         serverless: the method runs on a graph of neighbours, by default the default ``[graph]``.
+        module: name of the module with ``SOURCE``, ``Settings``, ``needs`` and ``build``; in a file of your
+            own, ``__name__``. Default: ``prefed.methods.NAME``.
     """
 
     name: str
@@ -31,10 +35,11 @@ class MethodKind:
     personal: bool = False
     rounds: int | None = None
     serverless: bool = False
+    module: str = ""
 
     @property
     def _module(self) -> ModuleType:
-        return import_module(f"prefed.methods.{self.name}")
+        return import_module(self.module or f"prefed.methods.{self.name}")
 
     @property
     def source(self) -> str:
@@ -68,7 +73,8 @@ class MethodKind:
         return build
 
 
-METHODS: Mapping[str, MethodKind] = MappingProxyType(
+METHODS = Registry(
+    "methods",
     {
         kind.name: kind
         for kind in (
@@ -96,6 +102,8 @@ METHODS: Mapping[str, MethodKind] = MappingProxyType(
             MethodKind("fedvpl", "a selector with a latent taste per client", personal=True, rounds=60),
             MethodKind("fedvpa", "FedVPL with shared posteriors and prototypes", personal=True, rounds=60),
         )
-    }
+    },
+    "METHOD",
+    MethodKind,
 )
 """Name → method, in the order in which ``prefed methods`` lists them."""

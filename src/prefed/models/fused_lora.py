@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -121,15 +120,40 @@ def fuse_lora(layer: Any) -> None:
     layer.forward = functools.partial(_lora_forward, layer)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """y = w · x / √(mean x² + ε), computed in at least fp32 and rounded to the dtype of x before w.
+
+    The backward pass needs x and one number per row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]
+        ctx.save_for_backward(x, weight, scale)
+        y: torch.Tensor = (wide * scale).to(x.dtype) * weight
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale
+        dw = (grads[0] * unit.to(x.dtype)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        slope = (grads[0] * weight).to(scale.dtype)
+        shift = torch.linalg.vecdot(slope, unit).div_(x.shape[-1])[..., None]
+        return slope.sub_(unit.mul_(shift)).mul_(scale).to(x.dtype), dw, None
+
+
 def _rms_forward(norm: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, norm.weight.shape, norm.weight, eps)
+    y: torch.Tensor = _RmsNorm.apply(x, norm.weight, eps)  # type: ignore[no-untyped-call]
+    return y
 
 
 def fuse(model: nn.Module) -> None:
     """Fuse the forwards of supported modules, with equal results.
 
     LoRA linear layers use :func:`lora_linear`, GPT-2's tanh GELU (eight operations in transformers) uses
-    PyTorch's, and fp32 RMS norms of the Llama type use ``F.rms_norm``.
+    PyTorch's, and RMS norms of the Llama type keep only their input for the backward pass.
     """
     for module in model.modules():
         for name, child in list(module.named_children()):
@@ -139,5 +163,5 @@ def fuse(model: nn.Module) -> None:
             fuse_lora(module)
         eps = getattr(module, "variance_epsilon", None)
         plain = type(module).__name__ in {"LlamaRMSNorm", "Qwen2RMSNorm", "MistralRMSNorm", "Qwen3RMSNorm"}
-        if plain and eps is not None and module.weight.dtype == torch.float32:
+        if plain and eps is not None:
             module.forward = functools.partial(_rms_forward, module, eps)

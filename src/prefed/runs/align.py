@@ -28,7 +28,7 @@ from prefed.engines import Job
 from prefed.models import ModelConfig
 from prefed.runs.finished_run import RunRecord, read_run
 from prefed.runs.labels import JudgeLabels, check_selectors, make_judge, selectors_of, untrained
-from prefed.runs.loaded_run import LoadedRun, load_run
+from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
 from prefed.runs.start_or_resume import run_log
 from prefed.runs.tastes import OPPOSED, common_taste, known_tastes, split_taste, told_taste
 from prefed.runs.track import tracked_alignment
@@ -180,7 +180,7 @@ def _warn_of_collapse(record: RunRecord, config: AlignConfig, callback: Callback
 
 
 def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Alignment:
-    experiment = Experiment.from_tables(record.config, str(record.path / "config.toml"))
+    experiment = recorded_experiment(record)
     count = getattr(experiment.method.settings, "selectors", 1)
     if isinstance(config.labels, int) and config.labels >= count:
         raise AlignError(

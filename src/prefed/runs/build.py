@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from prefed.config import ConfigError, Experiment, to_toml
-from prefed.config.file import parse_toml
-from prefed.core import Key, Owner, files
+from prefed.config.file import allow_code, code_names, parse_toml
+from prefed.core import Key, Owner, files, plugins
 from prefed.core.strict_settings import flatten
 from prefed.core.text import timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
@@ -26,6 +28,7 @@ from prefed.methods.base import ClusterSettings
 from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
 from prefed.runs.reference import reference_folder
+from prefed.train.metrics import find_metrics
 from prefed.train.pair_trainer import PairTrainerFactory
 
 _log = logging.getLogger("prefed")
@@ -169,6 +172,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
             sampling=experiment.cohort.sampling,
             stop=_stopping(experiment),
             offences=experiment.cohort.offences,
+            metrics=find_metrics(evaluate.metrics),
         )
     except JobError as error:
         raise config_error(error) from error
@@ -271,13 +275,28 @@ def job_factory(experiment: Experiment, cache: Path) -> JobFactory:
     # A worker sees only its own device.
     engine = experiment.engine.model_copy(update={"devices": None})
     text = to_toml(experiment.model_copy(update={"engine": engine}))
-    order = {"experiment": text, "folder": str(cache.resolve())}
+    order = {"experiment": text, "folder": str(cache.resolve()), "code": code_digests(experiment)}
     ray, settings = experiment.engine.ray, flatten(experiment.tables())
     names = _FILES if ray is not None and not ray.ship_model else (*_MODELS, *_FILES)
     paths = {name: Path(settings[name]) for name in names if name in settings}
     shipped = {name: path.resolve() for name, path in paths.items() if path.exists()}
     factory = "prefed.runs.build:build_worker_job"
-    return JobFactory(factory, json.dumps(order), {DATA: cache.resolve() / DATA, **shipped})
+    code = {f"{own.digest}.py": Path(own.place) for own in experiment.code().values() if own.source}
+    return JobFactory(factory, json.dumps(order), {DATA: cache.resolve() / DATA, **shipped, **code})
+
+
+def code_digests(experiment: Experiment) -> dict[str, str]:
+    """Return name → digest of each object from outside prefed."""
+    return {name: code.digest for name, code in experiment.code().items()}
+
+
+def _parent_experiment(tables: dict[str, Any], digests: Mapping[str, str]) -> Experiment:
+    """Return the experiment of the parent process, with the code that it has allowed."""
+    allow_code(tables, allow=partial(plugins.allow, remember=False))
+    experiment = Experiment.from_tables(tables, "the run's experiment")
+    if sorted(code_digests(experiment).values()) != sorted(digests.values()):
+        raise ConfigError(f"not the same version as where the run started: {', '.join(digests)}")
+    return experiment
 
 
 def build_worker_job(arguments: str, folder: Path | None = None) -> Job:
@@ -292,13 +311,16 @@ def build_worker_job(arguments: str, folder: Path | None = None) -> Job:
 
     silence_transformers()
     order = json.loads(arguments)
-    if folder is None:
-        return build_job(Experiment.parse(order["experiment"]), Path(order["folder"]))
     tables = parse_toml(order["experiment"], "the run's experiment")
+    if folder is None:
+        return build_job(_parent_experiment(tables, order["code"]), Path(order["folder"]))
+    for table, key, _ in code_names(tables):
+        path, rest = plugins.file_of(table[key])
+        table[key] = f"{folder / order['code'][table[key]]}.py{rest}" if path else table[key]
     for name in (*_MODELS, *_FILES):
         table, _, key = name.partition(".")
         if (folder / name).exists():
             tables[table][key] = str(folder / name)
-    experiment = Experiment.from_tables(tables, "the run's experiment")
+    experiment = _parent_experiment(tables, order["code"])
     dataset = FederatedDataset.open(folder / DATA)
     return assemble_job(experiment, build_trainers(experiment, dataset, folder / REFERENCE))

@@ -18,12 +18,13 @@ from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read
 from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import JudgeOptions, blocks, by_score
 from prefed.core import files
+from prefed.core.plugins import Registry
 from prefed.data import Record
 from prefed.methods import METHODS
 from prefed.methods.base.tastes import Z
 from prefed.runs.build import response_encoder
 from prefed.runs.finished_run import RunError, RunRecord
-from prefed.runs.loaded_run import LoadedRun, load_run
+from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
 from prefed.runs.tastes import told_taste
 from prefed.train.metrics import majority
 
@@ -34,8 +35,9 @@ def check_selectors(record: RunRecord) -> None:
     Raises:
         RunError: it does not.
     """
-    if METHODS[record.method].reads != "choice":
-        named = " or ".join(name for name, kind in METHODS.items() if kind.reads == "choice")
+    kind = METHODS.builtin.get(record.method) or recorded_experiment(record).method.kind
+    if kind.reads != "choice":
+        named = " or ".join(name for name, kind in METHODS.builtin.items() if kind.reads == "choice")
         raise RunError(
             f"{record.path}: method {record.method} trains no selectors, which are needed to label "
             f"completions; use a run of {named}"
@@ -78,11 +80,9 @@ def untrained(run: LoadedRun) -> Iterator[str]:
 
 BLOCK = 64
 """Questions that are tokenised together."""
-JUDGES: Mapping[str, Callable[[str, JudgeOptions], Judge]] = {
-    "reward": RewardJudge,
-    "endpoint": EndpointJudge,
-    "local": LocalJudge,
-}
+JUDGES: Registry[Callable[[str, JudgeOptions], Judge]] = Registry(
+    "judges", {"reward": RewardJudge, "endpoint": EndpointJudge, "local": LocalJudge}, "JUDGE"
+)
 """Name → class of the judges that need no run."""
 
 
@@ -102,6 +102,8 @@ def make_judge(name: str, options: JudgeOptions, run: LoadedRun) -> Judge:
         return _utility(options.taste, run)
     if kind == "selector":
         return _selector(Path(argument), options.taste, run)
+    if kind not in JUDGES:
+        raise ValueError(f"no judge is called {kind!r}{JUDGES.hint(kind)}")
     return JUDGES[kind](argument, options)
 
 

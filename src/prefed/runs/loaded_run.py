@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.config import ConfigError, Experiment
-from prefed.core import Download, Method, State, Tensors, files
+from prefed.config.file import allow_code
+from prefed.core import Download, Method, State, Tensors, files, plugins
 from prefed.core.text import did_you_mean, listed
 from prefed.data import ClientSizes, DataError, FederatedDataset, Source, TokenSet, TokenWriter, make_encoder
 from prefed.data.build import client_of
@@ -26,7 +27,7 @@ from prefed.models.quiet_libraries import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers, selector_settings
 from prefed.runs.finished_run import RunError, RunRecord, read_run
 from prefed.runs.reference import reference_folder
-from prefed.runs.start_or_resume import settings_digest
+from prefed.runs.start_or_resume import CODE, changed_code, settings_digest
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
 from prefed.train.pair_trainer import PairTrainerFactory
@@ -212,10 +213,7 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
     config, digest = record.path / "config.toml", reader.commit.settings
     if digest is not None and settings_digest(record.config) != digest:
         raise RunError(f"{config} was edited after the start of the run; restore it from a backup")
-    try:
-        experiment = Experiment.from_tables(record.config, str(config))
-    except ConfigError as error:
-        raise RunError(f"{error}\nrestore config.toml from a backup") from error
+    experiment = recorded_experiment(record)
     cache = record.path / "cache"
     if (cache / "data").is_dir():
         dataset = FederatedDataset.open(cache / "data")
@@ -229,6 +227,30 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
     trainers = build_trainers(experiment, dataset, reference)
     _check_fingerprint(record, trainers)
     return LoadedRun(record, experiment, reader, trainers, assemble_job(experiment, trainers))
+
+
+def recorded_experiment(record: RunRecord) -> Experiment:
+    """Return the experiment of a run.
+
+    Raises:
+        RunError: its settings are damaged, or it needs code that is not here, changed or was not allowed.
+    """
+    path, digests = str(record.path), record.fingerprint
+
+    def allow(name: str) -> None:
+        plugins.allow_recorded(name, path, digests.get(CODE + name))
+
+    try:
+        allow_code(record.config, allow=allow)
+    except ConfigError as error:
+        raise RunError(str(error)) from error
+    try:
+        experiment = Experiment.from_tables(record.config, str(record.path / "config.toml"))
+    except ConfigError as error:
+        raise RunError(f"{error}\nrestore config.toml from a backup") from error
+    if changed := changed_code(experiment, digests):
+        raise RunError(f"{path}: {changed} changed since the run; restore the original")
+    return experiment
 
 
 def _check_fingerprint(record: RunRecord, trainers: PairTrainerFactory) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from prefed.config import Experiment, RayConfig
+from prefed.config.file import code_of
 from prefed.core import Callback, Callbacks, State
 from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import pluralize, timed
@@ -83,8 +84,9 @@ class RunResult:
 
 def default_out(experiment: Experiment, name: str = "") -> Path:
     """The default run directory, ``runs/NAME-METHOD-seedSEED``."""
-    stem = [name] if name and name != experiment.method.name else []
-    return Path("runs", "-".join([*stem, experiment.method.name, f"seed{experiment.seed}"]))
+    method = experiment.method.kind.name
+    stem = [name] if name and name != method else []
+    return Path("runs", "-".join([*stem, method, f"seed{experiment.seed}"]))
 
 
 def run(
@@ -216,7 +218,11 @@ def conclude(
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
     _save_adapters(job, server, writer.path, callback)
-    summary = {**summarize(job, writer, profiles), **more, "origin": describe_origin()}
+    summary = {
+        **summarize(job, writer, profiles),
+        **more,
+        "origin": describe_origin(code_of(writer.config() or {})),
+    }
     writer.write_summary(cast(Summary, summary), profiles, tastes)
 
 

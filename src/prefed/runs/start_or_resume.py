@@ -25,6 +25,7 @@ from prefed.core.text import pluralize
 from prefed.core.wire import encode
 from prefed.data import DataMismatchError
 from prefed.engines import Job
+from prefed.runs.build import code_digests
 from prefed.runs.reference import NOT_CACHED
 from prefed.runs.summary import command
 from prefed.store import RunWriter, StoreError
@@ -33,6 +34,9 @@ from prefed.trackers.log import RunLog
 
 _PLACES = ("data.*.path", "model.name", "method.reward_model", "fleet.trace", "graph.file")
 """Settings that are paths of data, models, traces and graphs."""
+
+CODE = "code of "
+"""Start of the keys in a fingerprint that hold digests of code from outside prefed."""
 
 _CHANGEABLE = {
     *("engine.name", "engine.workers", "engine.visit_timeout", "engine.devices", "model.checkpointing"),
@@ -57,10 +61,17 @@ def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False)
     """
     config = writer.config()
     begun = begun or writer.round > 0
+    changed_since = changed_code(experiment, writer.commit.fingerprint) if writer.commit else ""
+    if begun and changed_since:
+        raise StoreError(
+            f"{writer.path} cannot continue: {changed_since} changed since it started; restore it, or start "
+            "a new run with another --out"
+        )
     if not begun:
         changed = differing(config or {}, fitted(experiment).tables())
-        if any(name != "engine.threads" and not _changes_nothing(name) for name in changed):
-            reset_run(writer, keep_cache={name.partition(".")[0] for name in changed} <= NOT_CACHED)
+        if changed_since or any(n != "engine.threads" and not _changes_nothing(n) for n in changed):
+            same_data = {name.partition(".")[0] for name in changed} <= NOT_CACHED
+            reset_run(writer, keep_cache=same_data and not changed_since)
             config = None
     try:
         stored = None if config is None else Experiment.from_tables(config, f"{writer.path / 'config.toml'}")
@@ -302,7 +313,14 @@ def digests_of(experiment: Experiment, job: Job) -> dict[str, str]:
     fleet, graph = experiment.fleet, experiment.whole_graph
     named = {"trace": fleet.trace if fleet else None, "graph": graph.file if graph else None}
     of_files = {name: files.file_digest(Path(path)) for name, path in named.items() if path is not None}
-    return {**job.trainers.fingerprint, **of_files}
+    code = {CODE + name: digest for name, digest in code_digests(experiment).items()}
+    return {**job.trainers.fingerprint, **of_files, **code}
+
+
+def changed_code(experiment: Experiment, fingerprint: Mapping[str, str]) -> str:
+    """Name the code of an experiment that has another digest in the fingerprint of a run; empty for none."""
+    digests = code_digests(experiment)
+    return ", ".join(name for name in digests if fingerprint.get(CODE + name, digests[name]) != digests[name])
 
 
 def commit_start(experiment: Experiment, job: Job, writer: RunWriter, digests: Mapping[str, str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from prefed.core import Owner, State, Tensors
+from prefed.core.plugins import Code
 from prefed.core.records import Summary
 from prefed.core.wire import decode_state
 from prefed.data import FederatedDataset
@@ -79,7 +80,8 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> Summary:
 def _evaluated(job: Job, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of an evaluation that a summary contains, in its order."""
     counts = ("split", "left_out", "not_evaluated", "not_finite")
-    accuracies = (*ACCURACY_METRICS, *selector_metrics(len(job.jury)))
+    own = (metric.name for metric in job.metrics)
+    accuracies = (*ACCURACY_METRICS, *selector_metrics(len(job.jury)), *own)
     names = (*accuracies, "unseen_accuracy", "unseen_selectors", *MEAN_METRICS, *counts)
     return {name: evaluation[name] for name in names if name in evaluation}
 
@@ -219,9 +221,13 @@ def describe_data(dataset: FederatedDataset) -> dict[str, Any]:
     return {**left_out_table(dataset.row_counts), **differ}
 
 
-def describe_origin() -> dict[str, Any]:
-    """Return the current time, the command of this process, and the hardware."""
+def describe_origin(code: Mapping[str, Code]) -> dict[str, Any]:
+    """Return the current time, the command of this process, the hardware, and ``code`` by name."""
+    used = {
+        name: {"place": own.place, "version": own.version, "sha256": own.digest} for name, own in code.items()
+    }
     return {
+        **({"code": used} if used else {}),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(sys.argv),
         "hardware": {

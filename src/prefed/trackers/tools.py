@@ -16,9 +16,9 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
+from prefed.core.plugins import Registry
 from prefed.core.strict_settings import flatten
 from prefed.core.text import safe_cell
 
@@ -336,8 +336,11 @@ class WandB(Tracker):
         self._run.finish(exit_code=0 if succeeded else 1)
 
 
-TRACKERS: Mapping[str, type[Tracker]] = MappingProxyType(
-    {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
+TRACKERS: Registry[type[Tracker]] = Registry(
+    "trackers",
+    {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio},
+    "TRACKER",
+    type,
 )
 """Name of a tool, and of its extra → adapter."""
 

@@ -181,7 +181,7 @@ def format_setting(source: Source, columns: Columns | None = None, name: str = "
     if name != "auto":
         return get_format(name)
     if _is_on_hub(source):
-        matches = [entry for entry in FORMATS.values() if entry.hub.lower() == source.path.lower()]
+        matches = [entry for entry in FORMATS.builtin.values() if entry.hub.lower() == source.path.lower()]
         return matches[0] if matches else None
     return None
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any
 
-from prefed.core.text import did_you_mean
+from prefed.core.plugins import Registry
 from prefed.data.config import Columns
 from prefed.data.encoding import instruction
 from prefed.data.errors import DataError, RowError
@@ -494,7 +493,7 @@ _ALL = (
         "conversations",
     ),
 )
-FORMATS: Mapping[str, Format] = MappingProxyType({entry.name: entry for entry in _ALL})
+FORMATS = Registry("formats", {entry.name: entry for entry in _ALL}, "FORMAT", Format)
 """Formats by name. ``safe-rlhf`` prefers the more helpful response, ``safe-rlhf-safer`` the safer one.
 
 ``shp-responses`` omits SHP's posts. ``summarize-from-feedback-instruction`` uses FedBiscuit's generation
@@ -508,11 +507,12 @@ def get_format(name: str) -> Format:
     Raises:
         DataError: there is no such format. The message suggests a name, or lists all names.
     """
-    for entry in FORMATS.values():
-        if name and (name == entry.name or name.lower() == entry.hub.lower()):
+    for entry in FORMATS.builtin.values():
+        if name and name.lower() == entry.hub.lower():
             return entry
-    hint = did_you_mean(name, FORMATS) or f"; known formats: {', '.join(['auto', *FORMATS])}"
-    raise DataError(f"unknown data format {name!r}{hint}")
+    if name not in FORMATS:
+        raise DataError(f"unknown data format {name!r}{FORMATS.hint(name)}")
+    return FORMATS[name]
 
 
 def detect_format(row: Row) -> Format:
@@ -521,7 +521,7 @@ def detect_format(row: Row) -> Format:
     Raises:
         RowError: no format has these columns.
     """
-    for entry in FORMATS.values():
+    for entry in FORMATS.builtin.values():
         if entry.detected_by and row.keys() >= {*entry.detected_by.split()}:
             return entry
     if {"chosen", "rejected"} <= row.keys():

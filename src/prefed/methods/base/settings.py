@@ -22,7 +22,7 @@ from prefed.train.losses import CHOICE, OBJECTIVES, PPO, objective
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
-PAIRWISE = tuple(name for name, loss in OBJECTIVES.items() if not loss.needs_reward)
+PAIRWISE = tuple(name for name, loss in OBJECTIVES.builtin.items() if not loss.needs_reward)
 """Objectives that need no reward head."""
 
 
@@ -221,7 +221,7 @@ class LocalSettings(TrainingSettings):
     @model_validator(mode="before")
     @classmethod
     def _own_beta(cls, values: Any) -> Any:
-        loss = OBJECTIVES.get(values.get("objective", "")) if isinstance(values, dict) else None
+        loss = OBJECTIVES.get(str(values.get("objective"))) if isinstance(values, dict) else None
         if loss is not None and "beta" in loss.defaults:
             return {"beta": loss.defaults["beta"], **values}
         return values
@@ -251,7 +251,7 @@ class LocalSettings(TrainingSettings):
                 f"method: {', '.join(PAIRWISE)}"
             )
         beta = {"beta": self.beta} if "beta" in loss.defaults else {}
-        return Objective(loss.name, loss.resolve({**beta, **self.objective_settings}))
+        return Objective(self.objective, loss.resolve({**beta, **self.objective_settings}))
 
 
 VALUE = "value"

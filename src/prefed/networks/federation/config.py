@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from prefed.config.errors import ConfigError, validate
 from prefed.config.file import make_absolute, read_toml
 from prefed.config.settings import method_kind
+from prefed.core.plugins import is_code
 from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data.config import DataConfig
@@ -61,6 +62,11 @@ class Limits(StrictModel):
     """``[limits]``: what the hub may request. Other requests are refused and logged."""
 
     methods: list[str] | None = Field(None, description="allowed methods; default: all")
+    code: list[str] = Field(
+        [],
+        description="names of installed code from outside prefed that an experiment may use: entry points or "
+        "PACKAGE.MODULE:OBJECT; default: none",
+    )
     exchanges: list[str] | None = Field(None, description="allowed exchanges; default: all")
     rounds: int = Field(1000, ge=1, description="maximum number of rounds of a run")
     threads: int | None = Field(
@@ -105,7 +111,8 @@ class Limits(StrictModel):
     @classmethod
     def _known(cls, value: list[str] | None) -> list[str] | None:
         for name in value or []:
-            method_kind(name)
+            if not is_code(name):
+                method_kind(name)
         return value
 
     @field_validator("exchanges")

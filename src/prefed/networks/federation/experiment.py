@@ -10,8 +10,8 @@ from typing import Any
 
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.experiment_table import load_cell
-from prefed.config.file import make_absolute, override, parse_toml, read_toml
-from prefed.core import files
+from prefed.config.file import allow_code, make_absolute, override, parse_toml, read_toml
+from prefed.core import files, plugins
 from prefed.data import DataMismatchError, FederatedDataset
 from prefed.engines import Job, JobFactory
 from prefed.networks.federation.config import OWN_DATA, SiteConfig
@@ -38,6 +38,7 @@ def load_federated(file: Path, cell: str | None, overrides: Sequence[str]) -> Ex
     if "train" not in data:
         data["train"] = HELD
         data.setdefault("partition", {"by": "iid", "clients": 1})
+    allow_code(tables, file)
     return Experiment.from_tables(tables, str(file), origins)
 
 
@@ -78,7 +79,8 @@ WHERE = "the hub's experiment with this site's data and model"
 def own_experiment(text: str, config: SiteConfig) -> Experiment:
     """The hub's experiment with this site's data, model and threads.
 
-    No path and no model that the hub names is read on this machine.
+    No path and no model that the hub names is read on this machine, and no code from outside prefed is used
+    except what ``[limits] code`` names.
 
     Raises:
         ConfigError: the result is not a valid experiment, or the hub uses a table that a federation does not
@@ -106,7 +108,10 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
     if config.threads is not None:
         engine["threads"] = config.threads
     own = {"data": {**data, **config.data}, "model": model, "method": method, "engine": engine}
-    return with_real_clients(Experiment.from_tables({**tables, **own}, WHERE))
+    tables, allowed = {**tables, **own}, config.limits.code
+    with plugins.only(allowed):
+        allow_code(tables, allow=lambda name: plugins.allow(name) if name in allowed else None)
+        return with_real_clients(Experiment.from_tables(tables, WHERE))
 
 
 def started_experiment(order: Mapping[str, Any], config: SiteConfig) -> Experiment:
@@ -174,7 +179,9 @@ def build_site_job(arguments: str) -> Job:
 
     silence_transformers()
     order = json.loads(arguments)
-    experiment = Experiment.parse(order["experiment"])
+    tables = parse_toml(order["experiment"], WHERE)
+    allow_code(tables, allow=plugins.allow)  # the site has checked it against [limits] code
+    experiment = Experiment.from_tables(tables, WHERE)
     folder = Path(order["folder"])
     dataset = own_dataset(experiment, folder)
     # The others' clients have enough held-out pairs to be evaluated.

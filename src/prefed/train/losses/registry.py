@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from prefed.core.plugins import Registry
 from prefed.core.text import did_you_mean
 from prefed.train.losses.batch import LossOutput, PairBatch
 from prefed.train.losses.preference import (
@@ -191,7 +192,7 @@ _LOSSES = (
     ),
 )
 
-OBJECTIVES: Mapping[str, PairLoss] = MappingProxyType({loss.name: loss for loss in _LOSSES})
+OBJECTIVES = Registry("objectives", {loss.name: loss for loss in _LOSSES}, "OBJECTIVE", PairLoss)
 """Name → objective. β defaults to 0.1, as usual for DPO; for SimPO to 2, as it uses averages per token."""
 
 PPO = ObjectiveSpec(
@@ -238,6 +239,5 @@ def objective(name: str) -> PairLoss:
     (True, False)
     """
     if name not in OBJECTIVES:
-        hint = did_you_mean(name, OBJECTIVES) or f"; use one of {', '.join(OBJECTIVES)}"
-        raise ValueError(f"unknown objective {name!r}{hint}")
+        raise ValueError(f"unknown objective {name!r}{OBJECTIVES.hint(name)}")
     return OBJECTIVES[name]

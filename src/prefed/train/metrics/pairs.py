@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from prefed.core.plugins import Registry
 
 ACCURACY_METRICS = (
     "preference_accuracy",
@@ -49,6 +52,42 @@ class PairScores:
     reference: npt.NDArray[np.float32]
     lengths: npt.NDArray[np.int32]
     rewards: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric from outside prefed: a share of a client's pairs.
+
+    Attributes:
+        name: its key in ``summary.json``.
+        function: scores of n pairs (:class:`PairScores`; of selectors, :class:`ChoiceScores`) → ``[n]``, each
+            from 0 to 1.
+    """
+
+    name: str
+    function: Callable[[Any], npt.NDArray[np.floating | np.bool_]]
+
+
+METRICS: Registry[Metric] = Registry("metrics", {}, "METRIC", Metric)
+"""Name in ``[evaluate] metrics`` → metric."""
+
+
+def find_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
+    """Return the metrics of ``[evaluate] metrics``.
+
+    Raises:
+        ValueError: there is no such metric, or two metrics have the same name.
+    """
+    for name in names:
+        if name not in METRICS:
+            raise ValueError(f"no metric of your own is called {name!r}{METRICS.hint(name)}")
+    found = tuple(METRICS[name] for name in names)
+    taken = [*ACCURACY_METRICS, *MEAN_METRICS]
+    for metric in found:
+        if metric.name in taken or not metric.name.isidentifier():
+            raise ValueError(f"{metric.name!r} cannot name a metric: choose another name for it")
+        taken.append(metric.name)
+    return found
 
 
 def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict[str, float]:

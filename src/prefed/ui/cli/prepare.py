@@ -14,7 +14,7 @@ from prefed.ui.cli.output import print_json
 
 
 def init(
-    method: Annotated[str, typer.Argument(help="The method's name; see `prefed methods`.")],
+    method: Annotated[str, typer.Argument(help="The method's name; see `prefed methods`. Or FILE.py.")],
     out: Annotated[Path | None, typer.Option(help="The file to write (default: METHOD.toml).")] = None,
     example: Annotated[
         bool,
@@ -36,10 +36,13 @@ def init(
         starting_file,
     )
     from prefed.core import files
+    from prefed.core.plugins import allow, is_code
 
     with usage():
+        if is_code(method):
+            allow(method)
         kind = method_kind(method)
-    path = out or Path(f"{method}.toml")
+    path = out or Path(f"{kind.name}.toml")
     pairs = path.with_name("pairs.jsonl")
     width = model_width(model) if model else None
     rates = learning_rates(kind, width) if width else {}
@@ -72,6 +75,7 @@ def methods() -> None:
     from rich import box
     from rich.table import Table
 
+    from prefed.core.plugins import PluginError
     from prefed.methods import METHODS
     from prefed.trackers.terminal import stdout_console
 
@@ -79,9 +83,14 @@ def methods() -> None:
     for name in ("method", "what it is", "clients end with"):
         table.add_column(name, no_wrap=name == "method")
     table.add_column("source", overflow="fold", min_width=20)
-    for kind in METHODS.values():
+    for name in METHODS:
+        try:
+            kind = METHODS[name]
+        except PluginError as error:
+            table.add_row(name, str(error))
+            continue
         ends = "personal models" if kind.personal else "one model"
-        table.add_row(kind.name, kind.title, ends, kind.source)
+        table.add_row(name, kind.title, ends, kind.source)
     stdout_console().print(table)
 
 

@@ -259,11 +259,13 @@ def judge(
     """Compare a finished run's model with another by a judge: win rates, and all verdicts in a file."""
     from prefed.align.judge.names import split_name
     from prefed.align.judge.questions import JudgeOptions
+    from prefed.core.plugins import allow, is_code
 
     if timeout <= 0:
         raise UsageError(f"--timeout {timeout:g}: must be above 0")
     with usage():
-        split_name(judge)
+        if is_code(split_name(judge)[0]):
+            allow(judge)
     from prefed.align.judge.questions import URL, criterion_template, get_template
     from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.judge import Comparison

@@ -1,0 +1,623 @@
+"""Methods from outside the package: the same runs under every engine, and no code that nobody asked for."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+import federating
+import peering
+from commands import prefed_
+from federating import Here, Within, site_config
+from finished import small_experiment, small_place
+from prefed import Experiment, run
+from prefed.config import ConfigError
+from prefed.core import plugins
+from prefed.data import DataError
+from prefed.methods import METHODS
+from prefed.networks.federation import site as site_module
+from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.transport import FederationError
+from prefed.runs.build import job_factory
+from prefed.runs.finished_run import RunError, read_run
+from prefed.runs.loaded_run import load_run
+from prefed.store import StoreError
+from prefed.ui.cli import app
+from workers import make_place
+
+METHOD = '''"""LG-FedAvg: personal lower layers, shared upper layers (arXiv:2001.01523)."""
+
+from pydantic import Field
+
+from prefed.core import Entry, Layout, Method
+from prefed.merge import Aggregator
+from prefed.methods import MethodKind
+from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
+
+SOURCE = "LG-FedAvg (arXiv:2001.01523), algorithm 1"
+METHOD = MethodKind("lgfedavg", "own lower blocks, shared upper blocks", personal=True, module=__name__)
+
+
+class Settings(LocalSettings):
+    blocks: int = Field(1, ge=0, description="lower blocks whose LoRA each client keeps")
+
+
+needs = lora_parts
+
+
+def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
+    def lower(entry: Entry) -> bool:
+        return entry.block is not None and entry.block < settings.blocks
+
+    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lower)
+    return fedavg.method("lgfedavg", SOURCE, fedavg.exchange())
+'''
+TRAP = "from pathlib import Path\nPath({!r}).touch()\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return small_place(tmp_path_factory.mktemp("place"))
+
+
+@pytest.fixture(autouse=True)
+def stranger(tmp_path, monkeypatch):
+    """A user who has not named any code yet, and how to become another such user."""
+
+    def become(name):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / name))
+        (tmp_path / name).mkdir(exist_ok=True)
+        for known in (plugins._allowed, *(r._loaded for r in plugins.REGISTRIES.values())):
+            known.clear()
+        plugins._package.cache_clear()
+        plugins.entry_points.cache_clear()
+
+    become("state")
+    yield become
+    become("state")
+
+
+@pytest.fixture
+def file(place, tmp_path):
+    """An experiment file beside a method's file."""
+    (tmp_path / "lg.py").write_text(METHOD)
+    (tmp_path / "rule.py").write_text(RULE)
+    text = tomli_w.dumps(small_experiment(place)).replace('name = "feddpo"', 'name = "./lg.py"')
+    (tmp_path / "experiment.toml").write_text(text)
+    return tmp_path / "experiment.toml"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package with a method, also as an entry point."""
+    folder = tmp_path / "site-packages"
+    (folder / "lgpack").mkdir(parents=True)
+    (folder / "lgpack/__init__.py").write_text("")
+    (folder / "lgpack/method.py").write_text(METHOD)
+    (folder / "lgpack-1.5.dist-info").mkdir()
+    (folder / "lgpack-1.5.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: lgpack\nVersion: 1.5\n"
+    )
+    (folder / "lgpack-1.5.dist-info/top_level.txt").write_text("lgpack\n")
+    points = "[prefed.methods]\nlgfedavg = lgpack.method:METHOD\n"
+    (folder / "lgpack-1.5.dist-info/entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("COLUMNS", "160")  # no cell of a table is cut
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "lgpack"]:
+        del sys.modules[name]
+
+
+def numbers(path):
+    return {
+        k: v
+        for k, v in json.loads((path / "summary.json").read_text()).items()
+        if k in ("preference_accuracy", "loss", "bytes")
+    }
+
+
+def command(*words, **environment):
+    words = [sys.executable, "-m", "prefed", *map(str, words)]
+    place = os.environ["XDG_STATE_HOME"]
+    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment}, cwd=place)
+
+
+def test_a_file_trains_evaluates_exports_and_compares_in_other_processes(file, tmp_path):
+    """The method keeps the LoRA of block 0 on the client, so half the LoRA's parameters are sent."""
+    out = tmp_path / "run"
+    ended = command("run", file, "--out", out)
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["method"] == "lgfedavg"
+    assert summary["parameters"]["communicated"] * 2 == summary["parameters"]["trainable"]
+    code = summary["origin"]["code"]
+    source = plugins._find(str(tmp_path / "lg.py"))
+    assert code == {str(tmp_path / "lg.py"): {"place": source.place, "version": "", "sha256": source.digest}}
+    other = tmp_path / "other"
+    for words in (
+        ("evaluate", out, "--json"),
+        ("export", out, "--out", tmp_path / "left", "--client", "left"),
+        ("report", out),
+        ("run", file, "--set", "method.blocks=0", "--out", other),
+        ("compare", out, other),
+    ):
+        ended = command(*words)
+        assert ended.returncode == 0, (words, ended.stderr)
+    shown = json.loads(command("evaluate", out, "--json").stdout)
+    assert shown["preference_accuracy"] == summary["preference_accuracy"]
+
+
+@pytest.mark.parametrize("name", ["./lg.py", "./lg.py:METHOD", "lgpack.method:METHOD", "lgfedavg"])
+def test_every_way_to_name_it_is_one_method(name, file, package, place, tmp_path):
+    direct = Experiment.load(file)
+    named = Experiment.load(file, [f"method.name={name}"])
+    assert named.method.kind.title == direct.method.kind.title
+    assert run(named, tmp_path / "a").summary["loss"] == run(direct, tmp_path / "b").summary["loss"]
+    code = read_run(tmp_path / "a").summary["origin"]["code"]
+    assert [own["version"] for own in code.values()] == ["" if name.startswith("./") else "1.5"]
+    loaded = load_run(tmp_path / "a")
+    assert loaded.method.name == "lgfedavg"
+
+
+@pytest.mark.parametrize("name", ["./lg.py", "lgfedavg"])
+def test_two_workers_give_the_run_of_one_process(name, file, package, tmp_path):
+    for workers in (0, 2):
+        changes = [f"method.name={name}", f"engine.workers={workers}"]
+        run(Experiment.load(file, changes), tmp_path / f"with{workers}")
+    one, two = (numbers(tmp_path / f"with{workers}") for workers in (0, 2))
+    assert one == two
+
+
+def test_a_package_is_listed_and_its_settings_are_written_and_checked(package, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "own lower blocks, shared upper blocks" in prefed_("methods")
+    prefed_("init", "lgfedavg")
+    text = (tmp_path / "lgfedavg.toml").read_text()
+    assert "# lower blocks whose LoRA each client keeps\n# blocks = 1\n" in text
+    with pytest.raises(ConfigError, match=r"method.blocks = -1: should be greater than or equal to 0"):
+        Experiment(**small_experiment(place, method={"name": "lgfedavg", "blocks": -1}))
+    with pytest.raises(ConfigError, match=r"method.block: no such key; did you mean 'blocks'"):
+        Experiment(**small_experiment(place, method={"name": "lgfedavg", "block": 1}))
+    with pytest.raises(ConfigError, match=r"'lgfedvg'; did you mean 'lgfedavg'\?.*your own: ./FILE.py"):
+        Experiment(**small_experiment(place, method="lgfedvg"))
+
+
+def test_a_broken_package_is_listed_with_its_error(package):
+    (package / "lgpack/method.py").write_text("import nothing_of_this_name\n")
+    listed = " ".join(prefed_("methods").split())
+    assert "feddpo DPO with federated averaging" in listed
+    assert "No module named 'nothing_of_this_name'" in listed.replace("  ", " ")
+
+
+def test_init_shows_a_file(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prefed_("init", "./lg.py")
+    text = (tmp_path / "lgfedavg.toml").read_text()
+    assert 'name = "./lg.py"\n' in text
+    assert "# blocks = 1\n" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("./none.py", r"none.py: no such file"),
+        ("./lg.py:OTHER", r"lg.py defines no OTHER"),
+        ("./lg.py:SOURCE", r"lg.py:SOURCE is str, not a MethodKind"),
+        ("./broken.py", r"broken.py cannot be imported: ZeroDivisionError"),
+        ("nopack.method:METHOD", r"no package is called 'nopack'; install it, or name a file"),
+    ],
+)
+def test_what_is_wrong_is_named(name, problem, file, tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=problem):
+        Experiment.load(file, [f"method.name={name}"])
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(file, tmp_path):
+    run(Experiment.load(file, ["rounds=4"]), tmp_path / "whole")
+    run(Experiment.load(file), tmp_path / "parts")
+    run(Experiment.load(file, ["rounds=4"]), tmp_path / "parts", resume=True)
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
+
+
+def test_a_changed_file_is_named_on_resume_and_on_evaluation(file, tmp_path):
+    run(Experiment.load(file), tmp_path / "run")
+    (tmp_path / "lg.py").write_text(METHOD.replace("ge=0", "ge=1"))
+    with pytest.raises(StoreError, match=r"cannot continue: /.*/lg.py changed since it started; restore it"):
+        run(Experiment.load(file, ["rounds=4"]), tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match=r"run: /.*/lg.py changed since the run; restore it \(SHA-256"):
+        load_run(tmp_path / "run")
+    (tmp_path / "lg.py").write_text(METHOD)
+    assert load_run(tmp_path / "run").method.name == "lgfedavg"
+
+
+def test_a_changed_package_is_named(file, package, tmp_path):
+    experiment = Experiment.load(file, ["method.name=lgfedavg"])
+    run(experiment, tmp_path / "run")
+    (package / "lgpack/more.py").write_text("MORE = 1\n")
+    plugins._package.cache_clear()
+    with pytest.raises(RunError, match="run: lgfedavg changed since the run"):
+        load_run(tmp_path / "run")
+    with pytest.raises(StoreError, match="lgfedavg changed since it started"):
+        run(Experiment.load(file, ["method.name=lgfedavg", "rounds=4"]), tmp_path / "run", resume=True)
+
+
+# Objectives and merge rules.
+
+LOSS = """
+import torch
+from prefed.train.losses import PairLoss
+
+def loss(batch, *, beta, power):
+    return torch.relu(1 - beta * batch.delta) ** power, {}
+
+OBJECTIVE = PairLoss("powers", "nowhere", {"beta": 0.2, "power": 1.0}, function=loss)
+"""
+RULE = """
+from prefed.merge.config import MergeRule
+from prefed.merge.flat import weighted_mean
+
+def rule(values, weights, share):
+    return weighted_mean(values, weights) * share
+
+MERGE_RULE = MergeRule(rule, {"share": 1.0}, least=2)
+"""
+
+
+@pytest.fixture
+def parts(place, tmp_path):
+    """An experiment with a loss and a rule of the user's own, and how to change it."""
+    (tmp_path / "loss.py").write_text(LOSS)
+    (tmp_path / "rule.py").write_text(RULE)
+    path = tmp_path / "experiment.toml"
+    path.write_text(tomli_w.dumps(small_experiment(place)))
+    return lambda *changes: Experiment.load(path, list(changes))
+
+
+OBJECTIVE, RULE_NAME = "method.objective=./loss.py", "merge.rule=./rule.py"
+
+
+def test_an_objective_of_ones_own_is_trained_on(parts, tmp_path):
+    """With power 1 and β = 0.2 it is the hinge loss, so the two runs are equal. With power 2 they are not.
+    The default of β is the objective's, as for those of prefed."""
+    asked = parts(OBJECTIVE, "engine.workers=2")
+    assert asked.method.settings.beta == 0.2
+    own = run(asked, tmp_path / "own").summary
+    hinge = run(parts("method.objective=hinge", "method.beta=0.2"), tmp_path / "hinge").summary
+    assert (own["loss"], own["preference_accuracy"]) == (hinge["loss"], hinge["preference_accuracy"])
+    square = run(parts(OBJECTIVE, "method.objective_settings.power=2"), tmp_path / "square").summary
+    assert square["loss"] != own["loss"]
+    assert load_run(tmp_path / "own").method.name == "feddpo"
+    (tmp_path / "loss.py").write_text(LOSS + "#")
+    with pytest.raises(RunError, match=r"loss.py changed since the run"):
+        load_run(tmp_path / "own")
+
+
+def test_a_rule_of_ones_own_merges(parts, tmp_path):
+    """With share 1 it is the mean; with 0, every merged LoRA is 0, and the model is the base model."""
+    own, mean = (run(parts(*c), tmp_path / str(len(c))) for c in ((RULE_NAME,), ()))
+    assert own.server.tensors["model"].equal(mean.server.tensors["model"])
+    none = run(parts(RULE_NAME, "merge.rule_settings.share=0", "engine.workers=2"), tmp_path / "none")
+    assert none.server.tensors["model"].norm() == 0 < mean.server.tensors["model"].norm()
+    assert load_run(tmp_path / "none").record.summary["origin"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ([OBJECTIVE, "method.objective_settings.pwer=2"], "has no setting 'pwer'; did you mean 'power'"),
+        (["method.objective=./rule.py"], "rule.py defines no OBJECTIVE"),
+        (["method.objective=dppo"], r"unknown objective 'dppo'; did you mean 'dpo'\?.* \./FILE.py"),
+        ([RULE_NAME, "merge.rule_settings.shre=2"], "has no setting 'shre'; it has: share"),
+        ([RULE_NAME, "cohort.size=1"], "rule.py needs at least 2 uploads, got 1"),
+        ([RULE_NAME, "merge.lora=fedex"], "needs the mean of the products BA"),
+        (["merge.rule_settings.share=2"], "rule 'mean' has no setting 'share'; it has: none"),
+    ],
+)
+def test_settings_of_parts_are_checked(changes, problem, parts, tmp_path):
+    with pytest.raises(ConfigError, match=problem):
+        run(parts(*changes), tmp_path / "run")
+
+
+# Formats, judges and trackers.
+
+FORMAT = """
+from prefed.data.sources.formats import Format, FORMATS
+
+def convert(row):
+    pair = {**row, "prompt": row["question"], "chosen": row["good"], "rejected": row["bad"]}
+    return FORMATS["pairs"].convert(pair)
+
+FORMAT = Format("mine", convert)
+"""
+JUDGE = '''
+from prefed.align.judge import Verdict
+
+class JUDGE:
+    """It prefers the longer response."""
+    def __init__(self, argument, options):
+        self.identity = {"judge": "longer"}
+    def compare(self, questions):
+        for each in questions:
+            yield Verdict(1.0 if len(each.first) > len(each.second) else 0.0, "")
+'''
+TRACKER = """
+from pathlib import Path
+from prefed.trackers.tools import Tracker
+
+class TRACKER(Tracker):
+    package, known = "json", "only"
+    def __init__(self, run):
+        self.file = Path(__file__).with_name("tracked.txt")
+    def log(self, number, figures):
+        self.file.open("a").write(f"{number} {figures['loss']}\\n")
+    def finish(self, told):
+        self.file.open("a").write("finished\\n")
+    def close(self, *, succeeded):
+        self.file.open("a").write(f"closed {succeeded}\\n")
+"""
+
+
+def test_a_format_of_ones_own_reads_the_rows(parts, place, tmp_path):
+    """The same pairs under other columns. Reading changes no number, and workers read none again."""
+    (tmp_path / "mine.py").write_text(FORMAT)
+    names = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    for part in ("train", "test"):
+        text = (place / f"{part}.jsonl").read_text()
+        for name, other in names.items():
+            text = text.replace(f'"{name}":', f'"{other}":')
+        (tmp_path / f"{part}.jsonl").write_text(text)
+    changes = [f"data.{part}={tmp_path / part}.jsonl" for part in ("train", "test")]
+    own = run(parts(*changes, "data.format=./mine.py", "engine.workers=2"), tmp_path / "own")
+    usual = run(parts(), tmp_path / "usual")
+    assert own.summary["loss"] == usual.summary["loss"]
+    assert list(own.summary["origin"]["code"]) == [str(tmp_path / "mine.py")]
+    shutil.rmtree(tmp_path / "own/cache")
+    assert load_run(tmp_path / "own", data=True).clients == ("left", "right")
+    with pytest.raises(DataError, match=r"unknown data format 'mien'.* \./FILE.py"):
+        run(parts("data.format=mien"), tmp_path / "none")
+
+
+def test_a_tracker_of_ones_own_logs_the_rounds(parts, tmp_path):
+    (tmp_path / "log.py").write_text(TRACKER)
+    result = run(parts("track.to=./log.py"), tmp_path / "run")
+    told = (tmp_path / "tracked.txt").read_text().splitlines()
+    assert told == [*(f"{r['round']} {r['loss']}" for r in result.rounds), "finished", "closed True"]
+    with pytest.raises(ConfigError, match=r"no tracker is called 'tensorbord'; did you mean 'tensorboard'"):
+        parts("track.to=tensorbord")
+
+
+def test_a_judge_of_ones_own_judges(parts, place, tmp_path, monkeypatch):
+    """It prefers the longer response. A response is compared with itself plus a word, so it always loses."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "longer.py").write_text(JUDGE)
+    run(parts(), tmp_path / "run")
+    rows = [{"prompt": "Case 1:", "answer": "word " * 200}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        "judge",
+        "run",
+        "--judge",
+        "./longer.py",
+        "--prompts",
+        "prompts.jsonl",
+        "--against",
+        "prompts.jsonl",
+    )
+    shown = json.loads(prefed_(*words, "--column", "answer", "--max-new-tokens", "4", "--json"))
+    assert (shown["win_rate"]["mean"], shown["judged"]) == (0.0, 1)
+    assert "the judges are reward:FOLDER" in prefed_(*words[:3], "longest", *words[4:], code=2)
+
+
+METRIC = """
+from prefed.train.metrics import Metric
+
+def sure(scores):
+    return scores.policy[:, 0] > scores.policy[:, 1] + 1e9 * (scores.lengths[:, 0] < 0)
+
+METRIC = Metric("sure", sure)
+WRONG = Metric("margin", sure)
+"""
+
+
+def test_a_metric_of_ones_own_is_in_every_evaluation(parts, tmp_path):
+    """No length is below 0, so it is the preference accuracy, of each client."""
+    (tmp_path / "sure.py").write_text(METRIC)
+    asked = parts("evaluate.metrics=['./sure.py']", "engine.workers=2")
+    run(asked, tmp_path / "run")
+    record = read_run(tmp_path / "run")
+    assert record.summary["sure"] == record.summary["preference_accuracy"]
+    assert record.rounds[0]["evaluation"]["sure"] == record.rounds[0]["evaluation"]["preference_accuracy"]
+    assert record.figures["sure"].name == "sure"
+    shown = json.loads(prefed_("evaluate", tmp_path / "run", "--json"))
+    assert shown["sure"] == record.summary["sure"]
+    with pytest.raises(ConfigError, match="'margin' cannot name a metric"):
+        parts("evaluate.metrics=['./sure.py:WRONG']")
+
+
+def test_files_reach_another_machine_with_the_run(parts, tmp_path):
+    """A worker elsewhere gets copies under other paths, and it refuses other code than the parent's."""
+    (tmp_path / "lg.py").write_text(METHOD)
+    asked = parts("method.name=./lg.py", "merge.rule=./rule.py")
+    run(asked, tmp_path / "run")
+    factory = job_factory(asked, tmp_path / "run/cache")
+    there = tmp_path / "there"
+    there.mkdir()
+    for name, path in factory.shipped.items():
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, there / name)
+    (tmp_path / "lg.py").unlink()
+    (tmp_path / "rule.py").unlink()
+    plugins._allowed.clear()
+    assert factory.build(there).method.name == "lgfedavg"
+    other = next(there.glob("*.py"))
+    other.write_bytes(other.read_bytes() + b"#")
+    plugins._allowed.clear()
+    with pytest.raises(ConfigError, match="not the same version as where the run started"):
+        factory.build(there)
+
+
+# A stranger's directory. Each of these commands ends with an error and runs nothing; the user's own run is
+# the positive control.
+
+OPENING = (
+    "evaluate {run}",
+    "export {run} --out {out}",
+    "report {run}",
+    "compare {run} {run}",
+    "run {run}/config.toml --out {out}",
+    "run {run}/config.toml --out {run} --resume",
+    "init {run}/none.toml",
+    "data {run}/config.toml",
+)
+
+
+def trapped(run, name, digest):
+    """Rewrite a run as an attacker would: it names a file of its own, with that file's digest."""
+    config = (run / "config.toml").read_text()
+    before = next(line for line in config.splitlines() if "lg.py" in line).split('"')[1]
+    (run / "config.toml").write_text(config.replace(before, name))
+    commit = json.loads((run / "checkpoint/COMMIT.json").read_text())
+    commit.pop("digest")
+    commit["settings"] = None
+    commit["fingerprint"] = {k: v for k, v in commit["fingerprint"].items() if not k.startswith("code of")}
+    commit["fingerprint"][f"code of {name}"] = digest
+    (run / "checkpoint/COMMIT.json").write_text(json.dumps(commit))
+    for path in run.glob("checkpoint/COMMIT-*.json"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("place_of_trap", ["inside", "beside", "through proc", "a link"])
+def test_a_strangers_run_executes_nothing(place_of_trap, file, tmp_path, stranger, monkeypatch):
+    run(Experiment.load(file), tmp_path / "run")
+    assert load_run(tmp_path / "run").method.name == "lgfedavg"
+    monkeypatch.chdir(tmp_path)
+    mark = tmp_path / "executed"
+    trap = METHOD + TRAP.format(str(mark))
+    spot = tmp_path / ("evil.py" if place_of_trap == "beside" else "run/evil.py")
+    spot.write_text(trap)
+    name = {
+        "inside": str(spot),
+        "beside": str(spot),
+        "through proc": "/proc/self/cwd/run/evil.py",
+        "a link": f"{tmp_path}/run/link.py",
+    }[place_of_trap]
+    (tmp_path / "run/link.py").symlink_to(spot)
+    trapped(tmp_path / "run", name, plugins._find(str(spot)).digest)
+    stranger("new")
+    for each in OPENING:
+        words = each.format(run=tmp_path / "run", out=tmp_path / "out").split()
+        result = CliRunner().invoke(app, words)
+        assert not mark.exists(), each
+        if words[0] in ("evaluate", "export", "run", "data"):
+            assert result.exit_code != 0
+            assert "is code from outside prefed that you have not used on this machine" in result.output, each
+    # The trap works: whoever names it runs it.
+    plugins.allow(name)
+    assert METHODS[name].title
+    assert mark.exists()
+
+
+def test_a_known_digest_chooses_the_users_own_file(file, tmp_path, stranger):
+    """A run that was moved is read with the user's copy of the code, wherever the record says that it is."""
+    run(Experiment.load(file), tmp_path / "run")
+    stranger("laptop")
+    (tmp_path / "lg.py").rename(tmp_path / "copy.py")
+    with pytest.raises(RunError, match=r"name it yourself once: prefed init \./FILE.py"):
+        load_run(tmp_path / "run")
+    plugins.allow(str(tmp_path / "copy.py"))
+    assert load_run(tmp_path / "run").method.name == "lgfedavg"
+
+
+def test_an_installed_package_that_a_strangers_run_names_is_not_imported(file, package, tmp_path, stranger):
+    run(Experiment.load(file, ["method.name=lgpack.method:METHOD"]), tmp_path / "run")
+    for name in ("lgpack", "lgpack.method"):
+        del sys.modules[name]
+    stranger("new")
+    with pytest.raises(RunError, match="that you have not used on this machine"):
+        load_run(tmp_path / "run")
+    assert "lgpack" not in sys.modules
+    plugins.allow("lgpack.method:METHOD")
+    assert load_run(tmp_path / "run").method.name == "lgfedavg"
+
+
+def test_validation_alone_loads_no_code(file, tmp_path):
+    """Tables from elsewhere are validated by these; only the user's own file and call allow code."""
+    name = str(tmp_path / "lg.py")
+    tables = small_experiment(tmp_path, method=name)
+    for validate in (Experiment.model_validate, lambda t: Experiment.from_tables(t, "there")):
+        with pytest.raises(ConfigError, match="it is code from outside prefed that may not be loaded here"):
+            validate(tables)
+    assert Experiment(**tables).method.kind.name == "lgfedavg"
+
+
+def test_ray_actors_give_the_run_of_one_process(file, tmp_path):
+    pytest.importorskip("ray")
+    here = run(Experiment.load(file, ["merge.rule=./rule.py"]), tmp_path / "here").summary
+    changes = ["merge.rule=./rule.py", "engine.name=ray", "engine.workers=1"]
+    there = run(Experiment.load(file, changes), tmp_path / "there").summary
+    assert (here["loss"], here["preference_accuracy"]) == (there["loss"], there["preference_accuracy"])
+
+
+def test_peers_run_it(package, tmp_path):
+    """Over a complete graph, peers with equal weights end with one shared part; each keeps its block 0."""
+    place = peering.make_place(tmp_path)
+    asked = Experiment(
+        **peering.experiment(place, graph={"name": "complete"}).tables()
+        | {"method": {**METHOD_TABLE, "name": "lgfedavg"}}
+    )
+    for ended in peering.peers(tmp_path / "run", [asked] * 3):
+        assert ended.status == 0, ended.text
+    assert read_run(tmp_path / "run/peer-0").summary["method"] == "lgfedavg"
+
+
+# Sites. The package is installed there; the site's operator decides whether a hub may ask for it.
+
+
+@pytest.fixture
+def ward(tmp_path, monkeypatch):
+    monkeypatch.setattr(site_module, "Worker", Here)
+    return make_place(tmp_path)
+
+
+def over_sites(ward, tmp_path, name, **limits):
+    """The run of two sites, and the same one in one process."""
+    asked = Experiment(
+        **federating.experiment(ward, "feddpo", rounds=2).tables() | {"method": METHOD_TABLE | {"name": name}}
+    )
+    sites = {
+        f"site-{client}": Site(site_config(ward, tmp_path, client, limits={"rounds": 5, **limits}))
+        for client in ("w0", "w1")
+    }
+    try:
+        terms = Terms("wards", tuple(sites), wait=0.0)
+        return asked, federate(asked, tmp_path / "over", Within(sites), terms)
+    finally:
+        for site in sites.values():
+            site.close()
+
+
+METHOD_TABLE = {"lr": 0.01, "local_steps": 2, "batch_size": 4}
+
+
+@pytest.mark.parametrize("name", ["lgfedavg", "lgpack.method:METHOD"])
+def test_a_site_uses_only_the_code_that_its_operator_allows(name, package, ward, tmp_path):
+    """The hub has allowed it for itself, in this process, which does not allow it at a site."""
+    for limits in ({}, {"code": ["other.module:METHOD"]}):
+        with pytest.raises(
+            FederationError, match="it is code from outside prefed that may not be loaded here"
+        ):
+            over_sites(ward, tmp_path, name, **limits)
+    _, summary = over_sites(ward, tmp_path, name, code=[name])
+    assert summary["method"] == "lgfedavg"
+    assert list(summary["origin"]["code"]) == [name]
+
+
+def test_a_hubs_file_is_not_read_at_a_site(file, ward, tmp_path):
+    with pytest.raises(FederationError, match="it is code from outside prefed that may not be loaded here"):
+        over_sites(ward, tmp_path, str(tmp_path / "lg.py"))

@@ -1,0 +1,60 @@
+"""Fused forwards against the modules of transformers that they replace."""
+
+import copy
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from prefed.models.fused_lora import fuse
+
+
+def norms(dtype: torch.dtype, weights: torch.dtype) -> tuple[LlamaRMSNorm, LlamaRMSNorm]:
+    """A norm as transformers has it, and the same one fused."""
+    torch.manual_seed(0)
+    plain = LlamaRMSNorm(48, eps=1e-5)
+    plain.weight.data = torch.randn(48).to(weights)
+    model = torch.nn.Sequential(copy.deepcopy(plain))
+    fuse(model)
+    assert "forward" in vars(model[0]), "not fused"
+    return plain, model[0]
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+def test_a_fused_norm_in_bfloat16_returns_what_transformers_returns(weights: torch.dtype) -> None:
+    """Both compute in float32 and round before the weight and after it, so no element is more than two
+    roundings (2⁻⁸ each) away, and no element of a gradient of about 1 more than a few."""
+    plain, fused = norms(torch.bfloat16, weights)
+    x = torch.randn(2, 30, 48).to(torch.bfloat16)
+    upstream = torch.randn(2, 30, 48).to(weights)
+    results = []
+    for norm in (plain, fused):
+        leaf = x.clone().requires_grad_()
+        y = norm(leaf)
+        y.backward(upstream)
+        assert leaf.grad is not None
+        assert norm.weight.grad is not None
+        results.append((y.detach(), leaf.grad, norm.weight.grad))
+    (y, dx, dw), (got_y, got_dx, got_dw) = results
+    assert got_y.dtype == y.dtype
+    assert got_dw.dtype == dw.dtype
+    torch.testing.assert_close(got_y, y, rtol=2**-7, atol=0)
+    torch.testing.assert_close(got_dx, dx, rtol=2**-5, atol=2**-6)
+    torch.testing.assert_close(got_dw, dw, rtol=2**-5, atol=2**-4)
+
+
+def test_a_fused_norm_has_the_gradient_of_its_formula() -> None:
+    """Finite differences in float64, for input and weight; and a frozen weight receives none."""
+    _, fused = norms(torch.float64, torch.float64)
+    x = torch.randn(3, 5, 48, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x, weight: _with(fused, weight)(x), (x, fused.weight))
+    fused.weight.requires_grad_(False)
+    fused.weight.grad = None
+    fused(x).sum().backward()
+    assert fused.weight.grad is None
+
+
+def _with(norm: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
+    norm.weight = torch.nn.Parameter(weight) if not isinstance(weight, torch.nn.Parameter) else weight
+    return norm
