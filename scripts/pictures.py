@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """The pictures of the README and the documentation: what `prefed demo` prints, and the page of its run.
 
-    python scripts/pictures.py              # runs the demo in a temporary folder, writes docs/pictures
-    python scripts/pictures.py --demo DIR   # the same, in a folder that stays
-    python scripts/pictures.py --model DIR  # the demo on a chat model: a folder or a hub name
+    python scripts/pictures.py              # the page of the demo's run: docs/pictures/run-*.png
+    python scripts/pictures.py --model HuggingFaceTB/SmolLM2-135M-Instruct
+                                            # the terminal of the demo on a chat model, a folder or a hub
+                                            # name: docs/pictures/demo-*.svg
+    python scripts/pictures.py --demo DIR   # the demo runs in a folder that stays
 
-The page is drawn by Debian's chromium through Playwright (`pip install playwright`). Without either, the
-pictures of the terminal are written all the same.
+The page is drawn by Debian's chromium through Playwright (`pip install playwright`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,14 @@ FORMAT = re.sub(r"@font-face \{\{.*?\}\}|<!--.*?-->", "", CONSOLE_SVG_FORMAT, fl
 )
 
 
+class Recorder(Console):
+    """A console that wraps long lines as a terminal does, where rich leaves that to the terminal."""
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        """Print with ``soft_wrap`` off."""
+        super().print(*objects, **options)
+
+
 def demo(folder: Path, model: str | None) -> Console:
     """Run the demo, and return the console that has recorded what it printed."""
     from prefed.trackers import terminal
@@ -56,13 +65,15 @@ def demo(folder: Path, model: str | None) -> Console:
 
     # A terminal that can draw no bar: what a bar would leave on the screen is all that is recorded.
     os.environ["TERM"] = "dumb"
-    console = Console(
+    console = Recorder(
         record=True, width=COLUMNS, height=ROWS, file=io.StringIO(), force_terminal=True, highlight=False
     )
     terminal.stdout_console = lambda: console
     console.print(
         "[bold]$ make demo[/bold]" if model is None else f"[bold]$ prefed demo --model {model}[/bold]"
     )
+    if model is not None and Path(model).is_dir():
+        model = str(Path(model).resolve())
     here = Path.cwd()
     os.chdir(folder)
     try:
@@ -121,8 +132,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.demo or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        local = args.model and Path(args.model).is_dir()
-        draw_terminal(demo(folder, str(Path(args.model).resolve()) if local else args.model), args.out)
+        console = demo(folder, args.model)
+        if args.model:
+            draw_terminal(console, args.out)
+            return
         try:
             draw_page(folder / "prefed-demo" / "run-fedsdg" / "report.html", args.out)
         except ImportError as error:
