@@ -79,14 +79,17 @@ _CLOSINGS = {
 }
 
 
-def generate(key: Key, *, train: int, test: int) -> list[Record]:
-    """Pairs of the four clients, ``train`` and ``test`` of each; a prompt is one turn of a user.
+def generate(key: Key, *, train: int, test: int, styles: Mapping[str, Style] = STYLES) -> list[Record]:
+    """Pairs of the clients, ``train`` and ``test`` of each; a prompt is one turn of a user.
 
     The chosen answer is in the client's style and the rejected one in another. No question of a test pair is
     one of a training pair.
+
+    Args:
+        styles: client → the style that it wants.
     """
     records = []
-    for client, style in STYLES.items():
+    for client, style in styles.items():
         generator = key.at("advice", client).numpy()
         others = [Style(*signs) for signs in product((True, False), repeat=3) if Style(*signs) != style]
         parts: tuple[tuple[Split, int, Any], ...] = (
