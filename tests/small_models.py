@@ -118,7 +118,7 @@ def backbone(
             **settings,
         }
     )
-    model = model.double() if double else model.to(getattr(torch, config.dtype))
+    model = model.double() if double else model.to(getattr(torch, config.dtype or "float32"))
     return make_backbone(model, None, config, Key(1), needs)
 
 

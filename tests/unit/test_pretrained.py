@@ -9,8 +9,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from prefed.config import Experiment
 from prefed.models import ModelConfig
-from prefed.models.pretrained import ModelError, find_device, load_pretrained
+from prefed.models.pretrained import (
+    ModelError,
+    _has_bfloat16,
+    find_device,
+    load_pretrained,
+    precision_notes,
+    with_dtype,
+)
+from prefed.runs.start_or_resume import fitted
 from preferences import jsonl, tokenizer
 
 
@@ -152,3 +161,77 @@ def test_a_device_of_another_name_is_told_what_there_is(name, monkeypatch):
     with pytest.raises(ValueError, match=r"this machine has cuda \(2 of them\), cpu") as error:
         ModelConfig(name="m", device=name)
     assert ('[engine] devices = ["cuda:' in str(error.value)) == str(name).startswith("cuda:")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """PyTorch reports a CUDA device with bfloat16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: True)
+
+
+def checkpoint(folder, **more):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**MODEL, **more}))
+    return {"name": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("about", "settings", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, {}, "bfloat16"),
+        ({"torch_dtype": "float16"}, {}, "float16"),  # as transformers 4 wrote it
+        ({"dtype": "float64"}, {}, "float32"),
+        ({}, {}, "float32"),
+        ({"dtype": "bfloat16"}, {"train": "full"}, "float32"),
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}, "float32"),
+        ({"dtype": "bfloat16"}, {"device": "cpu"}, "float32"),
+    ],
+)
+def test_without_a_dtype_a_gpu_takes_the_checkpoints_and_a_cpu_float32(about, settings, dtype, gpu, tmp_path):
+    model = ModelConfig.model_validate({**checkpoint(tmp_path / "m", **about), **settings})
+    assert with_dtype(model) == model.model_copy(update={"dtype": dtype})
+    assert precision_notes(model) == [f"the model is in {dtype} on {settings.get('device', 'cuda')}"]
+
+
+def test_a_resumed_run_keeps_the_dtype_that_it_started_with(gpu, tmp_path):
+    """A run that started on a GPU in bfloat16 is resumed on a CPU, and one of a CPU on a GPU."""
+    place = checkpoint(tmp_path / "m", dtype="bfloat16")
+    data = {"train": "t.jsonl", "partition": {"by": "iid", "clients": 1}}
+
+    def experiment(**model):
+        tables = {"rounds": 1, "data": data, "method": "feddpo", "model": {**place, **model}}
+        return Experiment.from_tables(tables, "file")
+
+    on_gpu, on_cpu = fitted(experiment()), fitted(experiment(device="cpu"))
+    assert (on_gpu.model.dtype, on_cpu.model.dtype) == ("bfloat16", "float32")
+    assert fitted(experiment(device="cpu"), on_gpu).model.dtype == "bfloat16"
+    assert fitted(experiment(), on_cpu).model.dtype == "float32"
+    assert fitted(experiment(dtype="float16"), on_cpu).model.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("machine", "avx", "amx", "native"),
+    [
+        ("x86_64", False, False, False),
+        ("AMD64", False, False, False),
+        ("x86_64", True, False, True),
+        ("x86_64", False, True, True),
+        ("aarch64", False, False, True),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_it_is_noted(machine, avx, amx, native, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert _has_bfloat16() == native
+    first, *hint = precision_notes(ModelConfig(name="m", device="cpu", dtype="bfloat16"))
+    assert first == "the model is in bfloat16 on cpu"
+    assert ["float32 is faster" in line for line in hint] == ([] if native else [True])
+    assert len(precision_notes(ModelConfig(name="m", device="cpu"))) == 1
+
+
+def test_bfloat16_on_a_gpu_that_emulates_it_is_noted(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: emulated)
+    _, hint = precision_notes(ModelConfig(name="m", device="cuda", dtype="bfloat16"))
+    assert hint.endswith("this GPU emulates it; float16 is faster")

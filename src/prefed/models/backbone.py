@@ -30,6 +30,7 @@ from prefed.models.pretrained import (
     load_pretrained,
     rope_settings,
     text_config,
+    with_dtype,
 )
 from prefed.models.tastes import DECODER, TASTE_MAP, TasteMap
 from prefed.models.trainable_parts import (
@@ -202,6 +203,7 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     """
     from transformers import AutoTokenizer
 
+    config = with_dtype(config)
     tokenizer = load_pretrained(
         AutoTokenizer, "[model] name", config.name, "tokenizer", revision=config.revision
     )
@@ -243,6 +245,9 @@ def make_backbone(
     wrapped: Any = model if WEIGHTS in needs else with_lora(model, config, family, "outputs" in needs)
     device = find_device(config.device)
     check_dtype(config, device)
+    if device.type == "cuda":
+        # No TF32: an implicit reward is a small difference of large sums, and bfloat16 is there for speed.
+        torch.set_float32_matmul_precision("highest")
     wrapped.to(device).eval()
     keep_four_bits(wrapped)
     check_language_model(wrapped, config.name)

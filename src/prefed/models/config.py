@@ -10,6 +10,7 @@ from prefed.core.lazy import torch
 from prefed.core.strict_settings import StrictModel
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def present_devices() -> str:
@@ -102,8 +103,10 @@ class ModelConfig(StrictModel):
     variational: VariationalSettings = Field(
         VariationalSettings(), description="for selectors with a latent taste"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="dtype of the frozen model; float16 requires a GPU"
+    dtype: Dtype | None = Field(
+        None,
+        description="dtype of the frozen model; float16 requires a GPU; default: that of the checkpoint on a "
+        "GPU, float32 on a CPU",
     )
     quantize: Literal["nf4", "fp4"] | None = Field(
         None,
@@ -130,7 +133,7 @@ class ModelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _trainable(self) -> ModelConfig:
-        if self.train == "full" and self.dtype != "float32":
+        if self.train == "full" and self.dtype not in (None, "float32"):
             raise ValueError(f"train = 'full' requires float32: remove dtype = {self.dtype!r}")
         if self.train == "full" and self.quantize is not None:
             raise ValueError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from prefed.core import huggingface
-from prefed.models.config import ModelConfig, present_devices
+from prefed.models.config import Dtype, ModelConfig, present_devices
 
 _REASON = 400
 """Maximum length of a library's message to repeat."""
@@ -33,6 +34,50 @@ def find_device(name: str) -> torch.device:
     if not available[name]:
         raise ModelError(f"[model] device = {name!r} is not available; this machine has {present_devices()}")
     return torch.device(name)
+
+
+def with_dtype(config: ModelConfig) -> ModelConfig:
+    """Fill in the dtype of a model whose settings name none.
+
+    It is float32 on a CPU and if all weights train. On a GPU it is the dtype in the checkpoint's config.json,
+    or float32 if that names none or another one.
+
+    Raises:
+        ModelError: the checkpoint has no readable configuration.
+    """
+    if config.dtype is not None:
+        return config
+    dtype = "float32"
+    if config.train == "lora" and find_device(config.device).type != "cpu":
+        from transformers import AutoConfig
+
+        checkpoint = load_pretrained(
+            AutoConfig, "[model] name", config.name, "configuration", revision=config.revision
+        )
+        own = str(checkpoint.dtype or text_config(checkpoint).dtype).removeprefix("torch.")
+        dtype = own if own in get_args(Dtype) else dtype
+    return config.model_copy(update={"dtype": dtype})
+
+
+def precision_notes(config: ModelConfig) -> list[str]:
+    """Return a line that names dtype and device of a model, and one if another dtype is faster there."""
+    dtype, device = with_dtype(config).dtype, find_device(config.device)
+    notes = [f"the model is in {dtype} on {device.type}"]
+    if dtype == "bfloat16" and device.type == "cpu" and not _has_bfloat16():
+        notes.append(
+            "[model] dtype = 'bfloat16': this CPU has neither AVX-512 BF16 nor AMX; bfloat16 saves memory, "
+            "but float32 is faster"
+        )
+    if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        notes.append("[model] dtype = 'bfloat16': this GPU emulates it; float16 is faster")
+    return notes
+
+
+def _has_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 matrices natively; ``True`` if it is not an x86 CPU."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
@@ -109,7 +154,7 @@ def brief(error: Exception) -> str:
 
 
 def load_causal(config: ModelConfig) -> Any:
-    """Load the base model: weights in ``dtype``, or linear layers in 4 bits.
+    """Load the base model: weights in the dtype of :func:`with_dtype`, or linear layers in 4 bits.
 
     The 4-bit format is QLoRA's (arXiv:2305.14314, section 3): ``quantize`` with double quantisation. Layers
     convert their weights to ``dtype`` before each product.
@@ -121,15 +166,16 @@ def load_causal(config: ModelConfig) -> Any:
 
     device, options = find_device(config.device), dict[str, Any]()
     check_dtype(config, device)
+    dtype = getattr(torch, str(with_dtype(config).dtype))
     if config.quantize is not None:
-        options = _four_bits(config, device)
+        options = _four_bits(config.quantize, dtype, device)
     return load_pretrained(
         AutoModelForCausalLM,
         "[model] name",
         config.name,
         "causal language model",
         revision=config.revision,
-        dtype=getattr(torch, config.dtype),
+        dtype=dtype,
         **options,
     )
 
@@ -146,18 +192,18 @@ def check_dtype(config: ModelConfig, device: torch.device) -> None:
         )
 
 
-def _four_bits(config: ModelConfig, device: torch.device) -> dict[str, Any]:
+def _four_bits(quantize: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Return the options of ``from_pretrained`` for 4-bit weights."""
     if find_spec("bitsandbytes") is None:
         raise ModelError(
-            f"[model] quantize = {config.quantize!r} requires bitsandbytes: pip install 'prefed[quantized]'"
+            f"[model] quantize = {quantize!r} requires bitsandbytes: pip install 'prefed[quantized]'"
         )
     from transformers import BitsAndBytesConfig
 
     scheme = BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type=config.quantize,
-        bnb_4bit_compute_dtype=getattr(torch, config.dtype),
+        bnb_4bit_quant_type=quantize,
+        bnb_4bit_compute_dtype=dtype,
         bnb_4bit_use_double_quant=True,
     )
     # Weights are quantised on the device that they are loaded to.

@@ -12,6 +12,7 @@ from prefed.core.text import listed, pluralize
 from prefed.data import DataConfig, FederatedDataset
 from prefed.data.dataset import Findings, RowCounts
 from prefed.engines import Job
+from prefed.models.pretrained import precision_notes
 from prefed.train.pair_trainer import PairTrainerFactory
 
 LEFT_OUT: Mapping[str, tuple[str, str]] = {
@@ -156,6 +157,7 @@ def notices(experiment: Experiment, job: Job) -> tuple[list[str], list[str]]:
     here = [size for client, size in job.weights.items() if client in trainers.dataset.clients]
     sizes = here or list(job.weights.values())
     batch = experiment.method.settings.step_pairs()
+    notes += precision_notes(experiment.model)
     return notes, warnings + settings_warnings(experiment.data, batch, trainers.backbone.window, sizes)
 
 

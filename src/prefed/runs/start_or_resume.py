@@ -25,6 +25,7 @@ from prefed.core.text import pluralize
 from prefed.core.wire import encode
 from prefed.data import DataMismatchError
 from prefed.engines import Job
+from prefed.models.pretrained import with_dtype
 from prefed.runs.build import code_digests
 from prefed.runs.reference import NOT_CACHED
 from prefed.runs.summary import command
@@ -53,7 +54,7 @@ def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False)
         begun: do not replace the experiment, even before the first round.
 
     Returns:
-        The experiment with the number of threads, and the defaults that depend on ``rounds``, filled in.
+        The experiment with the defaults of :func:`fitted` and the number of threads filled in.
 
     Raises:
         ConfigError: the directory contains a run of another experiment.
@@ -127,9 +128,10 @@ def settings_digest(config: Mapping[str, Any]) -> str:
 
 
 def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experiment:
-    """Fill in the defaults that depend on ``rounds``.
+    """Fill in the defaults that depend on ``rounds``, or on this machine (the dtype).
 
-    Values of ``stored`` take precedence, so that a run with raised ``rounds`` keeps its original values.
+    Values of ``stored`` take precedence, so that a run with raised ``rounds``, or on another machine, keeps
+    its original values.
     """
     left_out = experiment.method.settings
     settings = left_out.for_rounds(experiment.rounds)
@@ -138,7 +140,9 @@ def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experime
         begun = {name: getattr(stored.method.settings, name) for name in names if getattr(settings, name)}
         settings = settings.model_copy(update=begun)
     method = experiment.method.model_copy(update={"settings": settings})
-    return experiment.model_copy(update={"method": method})
+    begun_in = experiment.model.dtype or (stored and stored.model.dtype)
+    model = with_dtype(experiment.model.model_copy(update={"dtype": begun_in}))
+    return experiment.model_copy(update={"method": method, "model": model})
 
 
 def with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:
