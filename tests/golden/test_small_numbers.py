@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.small_models import Pair, Pairs, away, backbone, causal
+from torch._subclasses import FakeTensorMode
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.models import ModelConfig, ModelError, load_causal, make_backbone, pretrained, save_merged
@@ -93,6 +94,41 @@ def test_a_16_bit_log_probability_is_that_of_transformers_and_never_above_zero(d
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-5)
         assert (ours - exact).abs().max() < off
         assert (ours[sure] - exact[sure]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("rows", "vocabulary", "most"), [(300, 70_000, 1 << 15), (1 << 14, 20_000, 1 << 12)])
+@pytest.mark.parametrize("keep", [1 << 40, 0])
+def test_other_devices_take_larger_blocks(rows, vocabulary, most, keep, monkeypatch) -> None:
+    """On meta tensors, which have shapes only: blocks of 2^15 entries, or of 2^26 logits if that is less. The
+    forward pass has two products per block for 16-bit states, one of them the gradient of the states, and
+    the backward pass one for the head's gradient, and one more if the logits were not kept."""
+    monkeypatch.setattr(logprobs, "KEEP", keep)
+    shapes, multiply = [], logprobs.product
+    monkeypatch.setattr(
+        logprobs, "product", lambda a, b: shapes.append((*a.shape, b.shape[1])) or multiply(a, b)
+    )
+    hidden = torch.empty(rows, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(vocabulary, 8, device="meta", requires_grad=True)
+    at = torch.zeros(rows, device="meta", dtype=torch.long)
+    token_logprobs(hidden, weight, at, at, torch.zeros_like(weight)).sum().backward()
+    sizes = [*[most] * (vocabulary // most), vocabulary % most]
+    logits = [(rows, 8, size) for size in sizes]
+    toward_states, toward_head = [(rows, size, 8) for size in sizes], [(size, rows, 8) for size in sizes]
+    assert sorted(shapes) == sorted([*logits, *([] if keep else logits), *toward_states, *toward_head])
+    shapes.clear()
+    token_terms(hidden, weight, at)[0].sum().backward()
+    assert sorted(shapes) == sorted([*logits, *logits, *toward_states, *toward_head])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_products_of_16_bits_are_float32(dtype) -> None:
+    """On fake CUDA tensors. A CPU keeps the dtype, since it has no such product."""
+    with FakeTensorMode():
+        left = torch.empty(3, 8, device="cuda", dtype=dtype)
+        result = logprobs.product(left, left.t())
+    assert (result.dtype, result.shape, result.device.type) == (torch.float32, (3, 3), "cuda")
+    left = torch.ones(3, 8, dtype=dtype)
+    torch.testing.assert_close(logprobs.product(left, left.t()), torch.full((3, 3), 8, dtype=dtype))
 
 
 def test_a_sure_response_has_no_positive_log_probability_in_bfloat16() -> None:

@@ -8,10 +8,33 @@ from typing import Any
 import torch
 
 BLOCK = 2048
-"""Vocabulary entries per block; their rows of the head stay in the CPU cache for both products."""
+"""Vocabulary entries per block on a CPU; their rows of the head stay in the cache for both products."""
+
+GPU_BLOCK = 1 << 15
+"""Maximum number of vocabulary entries per block on other devices, where each block costs launches."""
+
+GPU_LOGITS = 1 << 26
+"""Maximum number of fp32 logits in a block on other devices, unless a block has :data:`BLOCK` entries."""
 
 KEEP = 1 << 27
 """Maximum number of probabilities to store for a trainable head; beyond it they are recomputed."""
+
+
+def block_size(rows: int, device: torch.device) -> int:
+    """Return the number of vocabulary entries per block.
+
+    >>> [block_size(rows, torch.device("cuda")) for rows in (1, 4096, 10**6)]
+    [32768, 16384, 2048]
+    """
+    return BLOCK if device.type == "cpu" else max(BLOCK, min(GPU_BLOCK, GPU_LOGITS // max(rows, 1)))
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Multiply 2-D matrices. On an NVIDIA GPU the product of 16-bit matrices is fp32, without rounding."""
+    known = hasattr(torch.ops.aten.mm, "dtype") and not torch.version.hip  # PyTorch 2.8 and later
+    if known and left.device.type == "cuda" and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
 
 
 def update_scores(
@@ -19,8 +42,8 @@ def update_scores(
 ) -> torch.Tensor:
     """Update ``scores`` with the logits of the targets in one block of the vocabulary.
 
-    16-bit products round logits to a few hundredths. Scores must come from the same logits as the normalizer,
-    or they could exceed it.
+    16-bit products may round logits to a few hundredths. Scores must come from the same logits as the
+    normalizer, or they could exceed it.
 
     Args:
         scores: ``[M]``.
@@ -59,9 +82,10 @@ class _TokenLogprobs(torch.autograd.Function):
         mean = torch.zeros(rows, dim, device=hidden.device) if need_hidden else None
         own = weight[targets].to(hidden.dtype)
         score = (hidden[pick].float() * own.float()).sum(1)
-        for start in range(0, weight.shape[0], BLOCK):
-            block = weight[start : start + BLOCK].to(hidden.dtype)
-            logits = (hidden @ block.t()).float()
+        size = block_size(rows, hidden.device)
+        for start in range(0, weight.shape[0], size):
+            block = weight[start : start + size].to(hidden.dtype)
+            logits = product(hidden, block.t()).float()
             if hidden.dtype != torch.float32:
                 score = update_scores(score, logits, start, pick, targets)
             top = torch.maximum(peak, logits.amax(1, keepdim=True))
@@ -73,7 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if block.dtype == torch.float32:
                     mean.addmm_(logits, block)
                 else:
-                    mean.add_(logits.to(block.dtype) @ block)
+                    mean.add_(product(logits.to(block.dtype), block))
             if keep:
                 blocks.append((logits, top))
             peak = top
@@ -96,14 +120,14 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden = grad.index_add_(0, pick, ctx.own.float() * upstream[:, None]).to(hidden.dtype)
         if ctx.needs_input_grad[1]:
             into = torch.zeros_like(weight) if ctx.into is None else ctx.into
-            rows = torch.empty_like(hidden)
-            for number, start in enumerate(range(0, weight.shape[0], BLOCK)):
-                part = slice(start, start + BLOCK)
+            rows, size = torch.empty_like(hidden), block_size(len(hidden), hidden.device)
+            for number, start in enumerate(range(0, weight.shape[0], size)):
+                part = slice(start, start + size)
                 if ctx.blocks:
                     scaled, top = ctx.blocks[number]
                     share = (top[:, 0] - ctx.normalizer).exp_()
                 else:
-                    scaled = (hidden @ weight[part].to(hidden.dtype).t()).float()
+                    scaled = product(hidden, weight[part].to(hidden.dtype).t()).float()
                     scaled.sub_(ctx.normalizer[:, None]).exp_()
                     share = torch.ones_like(weights)
                 # Scaling ``hidden`` is cheaper than scaling the block.
@@ -111,7 +135,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if into.dtype == hidden.dtype:
                     into[part].addmm_(scaled.to(hidden.dtype).t(), rows)
                 else:
-                    into[part].add_(scaled.to(hidden.dtype).t() @ rows)
+                    into[part].add_(product(scaled.to(hidden.dtype).t(), rows))
             toward = hidden[pick].float() * upstream[:, None]
             into.index_add_(0, targets, toward.to(into.dtype))
             grad_weight = into if ctx.into is None else None
@@ -161,8 +185,9 @@ class _TokenTerms(torch.autograd.Function):
         total, moment = torch.zeros_like(peak), torch.zeros_like(peak)
         rows = torch.arange(len(hidden), device=hidden.device)
         own = (hidden.float() * weight[targets].float()).sum(1)
-        for start in range(0, len(weight), BLOCK):
-            z = (hidden @ weight[start : start + BLOCK].to(hidden.dtype).t()).float()
+        size = block_size(len(hidden), hidden.device)
+        for start in range(0, len(weight), size):
+            z = product(hidden, weight[start : start + size].to(hidden.dtype).t()).float()
             if hidden.dtype != torch.float32:
                 own = update_scores(own, z, start, rows, targets)
             top = torch.maximum(peak, z.amax(1, keepdim=True))
@@ -184,18 +209,19 @@ class _TokenTerms(torch.autograd.Function):
         dtype = hidden.dtype
         grad_hidden = to_logprob * weight[targets].float() if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(weight), BLOCK):
-            block = weight[start : start + BLOCK].to(dtype)
-            slope = (hidden @ block.t()).float().sub_(normalizer)
+        size = block_size(len(hidden), hidden.device)
+        for start in range(0, len(weight), size):
+            block = weight[start : start + size].to(dtype)
+            slope = product(hidden, block.t()).float().sub_(normalizer)
             share = slope.exp()
             slope = slope.add_(entropy).mul_(-to_entropy).sub_(to_logprob).mul_(share).to(dtype)
             if grad_hidden is not None:
                 if dtype == torch.float32:
                     grad_hidden.addmm_(slope, block)
                 else:
-                    grad_hidden += slope @ block
+                    grad_hidden += product(slope, block)
             if grad_weight is not None:
-                grad_weight[start : start + BLOCK] = slope.t() @ hidden
+                grad_weight[start : start + size] = product(slope.t(), hidden)
         if grad_weight is not None:
             grad_weight.index_add_(0, targets, (to_logprob * hidden.float()).to(weight.dtype))
         return None if grad_hidden is None else grad_hidden.to(dtype), grad_weight, None
