@@ -60,8 +60,13 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
 
 
 def precision_notes(config: ModelConfig) -> list[str]:
-    """Return a line that names dtype and device of a model, and one if another dtype is faster there."""
+    """Return a line that names dtype and device of a model, and one if another dtype is faster there.
+
+    There is none for float32 on a CPU.
+    """
     dtype, device = with_dtype(config).dtype, find_device(config.device)
+    if (dtype, device.type) == ("float32", "cpu"):
+        return []
     notes = [f"the model is in {dtype} on {device.type}"]
     if dtype == "bfloat16" and device.type == "cpu" and not _has_bfloat16():
         notes.append(
