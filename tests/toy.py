@@ -47,7 +47,7 @@ from prefed.engines.stopping import Stopping
 from prefed.merge import Aggregator, BadUpload, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunWriter
-from quadratic import Quadratic, QuadraticTrainer
+from prefed.testing import Quadratic, QuadraticTrainer
 
 LAYOUT = Layout(
     (

@@ -19,7 +19,7 @@ from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import consensus_factors
 from prefed.methods import METHODS
 from prefed.store import RunWriter
-from quadratic import Quadratic, QuadraticTrainer
+from prefed.testing import Quadratic, QuadraticTrainer
 
 NAMES = ("a", "b", "c", "d", "e")
 GRAPHS = ("path", "ring", "star", "complete")

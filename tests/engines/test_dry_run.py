@@ -18,8 +18,8 @@ from prefed.core.files import WriteError
 from prefed.core.wire import encode
 from prefed.engines import RoundError, Task
 from prefed.runs.dry_run import Trial, dry_run, steps_of
+from prefed.testing import QuadraticTrainer
 from prefed.ui.cli import app
-from quadratic import QuadraticTrainer
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from prefed.engines.simulated_fleet import FleetConfig, FleetError, ScheduledRou
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunReader
-from quadratic import QuadraticTrainer
+from prefed.testing import QuadraticTrainer
 from toy import records
 
 LATE = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}

@@ -15,7 +15,7 @@ from prefed.core.wire import decode_upload, encode
 from prefed.engines import Job
 from prefed.engines.tasks import Task, run_task
 from prefed.store import RunReader
-from quadratic import Quadratic, simulate
+from prefed.testing import Quadratic, simulate
 from toy import records
 
 

@@ -17,7 +17,7 @@ from prefed.merge import Aggregator, MergeConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, to_neighbours
 from prefed.store import RunReader, RunWriter
-from quadratic import QuadraticTrainer
+from prefed.testing import QuadraticTrainer
 from toy import records
 
 AVERAGED = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}

@@ -11,7 +11,7 @@ import torch
 from prefed.core import Entry, Key, Layout, Method, Round, Tensors, Upload
 from prefed.merge import Aggregator, BadUpload, MergeConfig
 from prefed.methods import METHODS
-from quadratic import Quadratic, simulate
+from prefed.testing import Quadratic, simulate
 
 STEPS, RATE = 4, 0.2
 SIZES = (1, 2, 5)

@@ -8,7 +8,6 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 import torch
-from tests.quadratic import initial
 from tests.small_models import Pairs, away, backbone
 
 from prefed.core import (
@@ -24,6 +23,7 @@ from prefed.core import (
     Proximal,
     Tensors,
 )
+from prefed.testing import initial
 from prefed.train import PairTrainer
 from prefed.train.optimizer_steps import FlatOptimizer
 from prefed.train.padded import PaddedForward

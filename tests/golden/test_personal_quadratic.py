@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from prefed.core import Entry, Layout, Method, Tensors
+from prefed.core import Entry, Key, Layout, Method, Round, Tensors
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from quadratic import LATER, Quadratic, simulate
+from prefed.testing import Quadratic, simulate
 
 RATE, SIZES, EYE = 0.2, (1, 2, 5), np.eye(3)
 PLAIN = {
@@ -28,6 +28,8 @@ PLAIN = {
     "schedule": "constant",
 }
 LINE = Layout((Entry("lora/0/q/B", (1, 3), "lora", 0, "B"),))
+LATER = Round(9, 9, Key(0), {})
+"""For a move that asks nothing of its round."""
 power = np.linalg.matrix_power
 
 

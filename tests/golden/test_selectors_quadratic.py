@@ -13,7 +13,7 @@ import torch
 from prefed.core import Entry, Key, Layout, Method, Tensors
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from quadratic import Quadratic, Run, simulate
+from prefed.testing import Quadratic, Run, simulate
 
 STEPS, RATE = 3, 0.25
 PLAIN = {"optimizer": "sgd", "clip": 0, "weight_decay": 0, "lr": RATE, "local_steps": STEPS, "batch_size": 64}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from prefed.core import Method, Tensors
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
-from quadratic import Run, crowd, initial, simulate
+from prefed.testing import Run, crowd, initial, simulate
 
 RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
 problems = st.fixed_dictionaries(

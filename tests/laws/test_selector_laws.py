@@ -10,7 +10,7 @@ from prefed.core import Key, Method, Round, Upload
 from prefed.core.wire import encode
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from quadratic import crowd, initial, simulate
+from prefed.testing import crowd, initial, simulate
 
 START = initial()
 problems = st.fixed_dictionaries(

@@ -24,9 +24,9 @@ from prefed.config.experiment_table import Table
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS, LocalSettings, TrainingSettings, registry
 from prefed.methods.base import FedAvgBase
+from prefed.testing import Quadratic, initial, simulate
 from prefed.train.losses import PairBatch, PairLoss, preference
 from prefed.ui.cli import app
-from quadratic import Quadratic, initial, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

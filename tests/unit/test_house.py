@@ -25,7 +25,7 @@ FLOORS = (
     ("config",),
     ("align",),
     ("runs",),
-    ("networks",),
+    ("networks", "testing"),
     ("ui",),
 )
 """The rooms from the ground up: each imports from lower floors only."""

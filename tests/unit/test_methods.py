@@ -10,8 +10,8 @@ from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS, LocalSettings
 from prefed.methods.base import lr_schedule
 from prefed.methods.base.fedavg import FedAvgBase
+from prefed.testing import Quadratic, QuadraticTrainer, check_kind, crowd, initial, simulate
 from prefed.train.losses import OBJECTIVES
-from quadratic import Quadratic, QuadraticTrainer, crowd, initial, simulate
 
 SIZE = initial().layout.size
 SPINE = ("feddpo", "fedsft", "fedprox", "scaffold", "centralized", "local")
@@ -28,21 +28,10 @@ def make(name: str, merge: MergeConfig | None = None, rounds: int = 10, **settin
 
 
 @pytest.mark.parametrize("kind", METHODS.values(), ids=METHODS)
-def test_every_setting_has_a_default_and_a_description(kind):
-    settings = kind.Settings()
-    assert kind.Settings(**settings.model_dump(exclude_none=True)) == settings
-    for name, field in kind.Settings.model_fields.items():
-        assert field.description, name
-        assert getattr(settings, name) == field.get_default(call_default_factory=True), name
-
-
-@pytest.mark.parametrize("kind", METHODS.values(), ids=METHODS)
-def test_kinds_and_methods_agree(kind):
-    method = make(kind.name)
-    assert (method.name, method.source) == (kind.name, kind.source)
-    assert (method.personal, method.reads) == (kind.personal, kind.reads)
+def test_kinds_settings_and_methods_agree(kind):
+    check_kind(kind)
     assert kind.needs(kind.Settings()) & {"lora", "variational"}
-    assert method.pooled == (kind.name == "centralized")
+    assert make(kind.name).pooled == (kind.name == "centralized")
 
 
 @pytest.mark.parametrize(
@@ -283,11 +272,6 @@ def test_rates_of_single_tensors_follow_the_schedule():
 
 
 # Owners
-
-
-@pytest.mark.parametrize("kind", METHODS.values(), ids=METHODS)
-def test_parts_cover_the_model(kind):
-    make(kind.name).ownership.check(initial(kind.needs(kind.Settings())).layout)
 
 
 @pytest.mark.parametrize("name", SPINE)

@@ -10,7 +10,7 @@ import torch
 from prefed.core import Download, Key, Phase, Round, Tensors
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
-from quadratic import Quadratic, QuadraticTrainer, initial
+from prefed.testing import Quadratic, QuadraticTrainer, initial
 
 ROUNDS = 5
 

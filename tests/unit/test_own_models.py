@@ -7,7 +7,7 @@ import pytest
 from prefed.core import Tensors
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
-from quadratic import crowd, initial, simulate
+from prefed.testing import crowd, initial, simulate
 
 
 @pytest.mark.parametrize(("name", "visit"), [("fedamp", -1), ("pfedme", -1), ("ditto", 0)])

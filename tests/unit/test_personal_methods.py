@@ -9,10 +9,12 @@ from pydantic import ValidationError
 from prefed.core import Download, Key, Method, Objective, Owner, Phase, Round, State, Tensors
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS, fedsdg
+from prefed.testing import Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
 from prefed.train.losses import OBJECTIVES, PPO
-from quadratic import LATER, Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
 
 BASELINES = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
+LATER = Round(9, 9, Key(0), {})
+"""For a move that asks nothing of its round."""
 PERSONAL = tuple(
     n for n, kind in METHODS.items() if kind.personal and kind.reads == "policy" and n != "local"
 )

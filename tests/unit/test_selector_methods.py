@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from prefed.core import Key, Method, Round, Tensors, Upload
 from prefed.merge import Aggregator, BadUpload, MergeConfig, TooFewUploads
 from prefed.methods import METHODS
-from quadratic import initial, simulate
+from prefed.testing import initial, simulate
 
 START = initial()
 NAMES = "abcd"
@@ -280,7 +280,7 @@ def test_losses_are_means_over_the_validation_pairs():
 
 def test_kept_optimisers_go_on_across_clusters():
     """``optimizer_state = "kept"`` works as in other methods, and only training has such a state."""
-    from quadratic import crowd
+    from prefed.testing import crowd
 
     method = biscuit(optimizer_state="kept", local_steps=2, batch_size=2, lr=0.1)
     run = simulate(method, crowd(3, START.layout.size), START, 4)

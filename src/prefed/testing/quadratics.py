@@ -1,20 +1,21 @@
-"""A federation of quadratics, whose runs are known in closed form, and the plainest engine.
+"""A federation of quadratics, whose runs have a closed form, and the simplest engine.
 
-A client holds targets a_j (rows, one per "preference pair") and a curvature H. The loss of a batch is
-the mean over its targets of ½ (φ − a_j)ᵀ H (φ − a_j), φ being all the model's tensors laid end to
-end; its gradient is H (φ − mean a_j). The :class:`~prefed.core.Phase` decides about everything else (which
-batch, which optimiser, which tensors move), as it does for a language model.
+A client has targets a_j (rows, one per preference pair) and a curvature H. The loss of a batch is the mean
+over its targets of ½ (φ − a_j)ᵀ H (φ − a_j), where φ is the concatenation of all tensors of the model. Its
+gradient is H (φ − mean a_j). Everything else (batches, optimiser, trained tensors) follows from the
+:class:`~prefed.core.Phase`, as for a language model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from prefed.core import (
+    NO_MINIMUM,
     Download,
     Entry,
     Key,
@@ -25,23 +26,29 @@ from prefed.core import (
     Ownership,
     Phase,
     PhaseResult,
+    Privacy,
     Round,
     State,
     Tensors,
     Upload,
 )
+from prefed.engines.validation import withhold_scalars
 
-TASTES = {
+TASTES: dict[str, dict[str, tuple[int, ...]]] = {
     "posterior": {"posterior/mean": (2,), "posterior/log_variance": (2,)},
     "latent": {"latent/z": (2,)},
     "prototypes": {"prototypes": (2, 2)},
 }
-"""Part → its tensors and their shapes, for a taste of two dimensions."""
+"""Part → its tensors and their shapes, for a latent taste of two dimensions."""
 
 
 def initial(parts: Iterable[str] = ("lora",), blocks: int = 2, seed: int = 0) -> Tensors:
-    """The start of a model that has ``parts``: LoRA factors (B = 0), residuals and gates (0) in each block,
-    the tensors of a taste, else one vector ``<part>/weight`` per part; flags are no parts. Float64."""
+    """Initial tensors, in float64, of a model with these parts.
+
+    Each block has LoRA factors ``lora/0/q/A`` (2 × 3) and ``lora/0/q/B`` (2 × 2, zero), and, if in ``parts``,
+    a residual and a gate, both zero. A part of a latent taste has its tensors, and any other part is one
+    vector ``<part>/weight`` of 3 numbers.
+    """
     entries: list[Entry] = []
     for part in sorted(set(parts) - {"outputs", "factors", "cap"}):
         if part in ("lora", "personal_lora"):
@@ -63,7 +70,14 @@ def initial(parts: Iterable[str] = ("lora",), blocks: int = 2, seed: int = 0) ->
 
 
 def crowd(size: int, dimension: int, seed: int = 0, pairs: int = 5) -> dict[str, Quadratic]:
-    """Clients who disagree: ``size`` of them, each with a few targets around its own centre."""
+    """``size`` clients that disagree: ``client-0``, …, each with a few targets around its own centre.
+
+    Args:
+        size: number of clients.
+        dimension: number of elements of the model.
+        seed: seed of centres and targets.
+        pairs: a client has at least 2 and fewer than twice as many targets.
+    """
     clients = {}
     for number in range(size):
         draw = Key(seed).at("crowd", number).numpy()
@@ -74,20 +88,16 @@ def crowd(size: int, dimension: int, seed: int = 0, pairs: int = 5) -> dict[str,
     return clients
 
 
-LATER = Round(9, 9, Key(0), {})
-"""For a move that asks nothing of its round."""
-
-
 @dataclass
 class Quadratic:
-    """One client's data: targets ``[n, d]`` and curvature ``[d, d]`` (identity if left out)."""
+    """Data of a client: targets ``[n, d]`` and curvature ``[d, d]``, by default the identity."""
 
     targets: torch.Tensor
     curvature: torch.Tensor | None = None
 
     @staticmethod
     def at(optimum: Sequence[float], curvature: Sequence[float] | None = None, size: int = 1) -> Quadratic:
-        """``size`` equal targets at ``optimum`` and a diagonal curvature."""
+        """Return ``size`` equal targets at ``optimum``, with a diagonal curvature."""
         targets = torch.tensor([list(optimum)] * size, dtype=torch.float64)
         return Quadratic(
             targets, None if curvature is None else torch.diag(torch.tensor(curvature, dtype=torch.float64))
@@ -95,13 +105,16 @@ class Quadratic:
 
     @property
     def size(self) -> int:
+        """Number of targets."""
         return len(self.targets)
 
     def gradient(self, flat: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the loss of these rows at ``flat``."""
         away = flat - self.targets[rows].mean(0)
         return away if self.curvature is None else self.curvature @ away
 
     def loss(self, flat: torch.Tensor, rows: torch.Tensor) -> float:
+        """Return the mean loss of these rows at ``flat``."""
         away = flat - self.targets[rows]
         bent = away if self.curvature is None else away @ self.curvature
         return float((away * bent).sum(-1).mean() / 2)
@@ -109,10 +122,10 @@ class Quadratic:
 
 @dataclass
 class QuadraticTrainer:
-    """A :class:`prefed.core.ClientTrainer` over a :class:`Quadratic`. ``phases`` lists what it ran.
+    """A :class:`~prefed.core.ClientTrainer` on a :class:`Quadratic`; ``phases`` lists the phases that it ran.
 
-    The values of an objective's memory, and the tensors beside the model, grow by 1 with every step here.
-    A posterior is the first two numbers of a target and of the model.
+    The memory of an objective and the tensors in :attr:`Phase.beside` grow by 1 with every step. Posteriors
+    are the first two elements of each target and of the model.
     """
 
     client: str
@@ -125,9 +138,11 @@ class QuadraticTrainer:
 
     @property
     def size(self) -> int:
+        """Number of targets."""
         return self.data.size
 
     def train(self, tensors: Tensors, phase: Phase) -> PhaseResult:
+        """Run ``phase``."""
         phase.check(self.ownership)
         self.phases.append(phase)
         tensors = tensors.clone()
@@ -163,6 +178,7 @@ class QuadraticTrainer:
     def gradient(
         self, tensors: Tensors, objective: Objective, *, batch_size: int, name: str
     ) -> tuple[Tensors, float]:
+        """Return gradient and loss of one batch."""
         order = torch.from_numpy(self.key.at(name).numpy().permutation(self.size))
         rows = order[: batch_size or None]
         gradient = Tensors(tensors.layout, self.data.gradient(tensors.flat, rows))
@@ -172,29 +188,33 @@ class QuadraticTrainer:
         return gradient.replace(frozen), self.data.loss(tensors.flat, rows)
 
     def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
+        """Return the mean loss over all targets."""
         return self.data.loss(tensors.flat, torch.arange(self.size))
 
     def posteriors(
         self, tensors: Tensors, objective: Objective, *, pairs: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first two elements of targets and model."""
         targets = self.data.targets[:pairs, :2]
         return targets, tensors.flat[:2].expand_as(targets)
 
     def assemble(self, *groups: Tensors) -> Tensors:
+        """Return ``initial`` with the tensors of ``groups`` replaced."""
         whole = self.initial.clone()
         for group in groups:
             whole = whole.replace(group)
         return whole
 
     def upload(self, tensors: Mapping[str, Tensors], scalars: Mapping[str, float] | None = None) -> Upload:
+        """Return an upload weighted by the number of targets."""
         return Upload(self.client, float(self.size), tensors, scalars or {}, self.round.number)
 
     def _batches(self, phase: Phase) -> Iterator[torch.Tensor]:
-        """Shuffled epochs cut into batches; a phase in steps goes round as often as it takes."""
+        """Batches of shuffled epochs."""
         width, taken, epoch = phase.batch_size * phase.accumulate, 0, 0
         while phase.epochs is None or epoch < phase.epochs:
             order = self.key.at(phase.name).at("epoch", epoch).numpy().permutation(self.size)
-            for rows in torch.from_numpy(order).split(width):
+            for rows in torch.split(torch.from_numpy(order), width):
                 if phase.steps is not None and taken == phase.steps:
                     return
                 yield rows
@@ -222,7 +242,7 @@ def _moments(
     moving: Mapping[str, torch.nn.Parameter],
     steps: int,
 ) -> Moments:
-    """What the optimiser remembers of the phase's tensors, after ``steps`` more steps."""
+    """Return the state of the optimiser of the trained tensors after ``steps`` more steps."""
     assert phase.moments is not None
     own, states = tensors.select(phase.train), {n: step.state[p] for n, p in moving.items()}
     slots = sorted({slot for state in states.values() for slot in state} - {"step"})
@@ -233,7 +253,7 @@ def _moments(
 
 
 def _extra(phase: Phase, name: str, value: torch.Tensor) -> torch.Tensor:
-    """What the phase adds to the gradient of the data's loss."""
+    """Return what the phase adds to the gradient of the loss."""
     extra = torch.zeros_like(value)
     if phase.proximal is not None and name in phase.proximal.to:
         extra = extra + phase.proximal.strength * (value - phase.proximal.to[name])
@@ -252,7 +272,7 @@ def _extra(phase: Phase, name: str, value: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """The states of a run after its last round, and all messages and phases so far."""
+    """The states after the last round of a run, and all its messages and phases."""
 
     server: State
     private: dict[str, State]
@@ -264,7 +284,7 @@ class Run:
     def models(
         self, method: Method, clients: Mapping[str, Quadratic], initial: Tensors
     ) -> dict[str, Tensors]:
-        """The model with which each client would predict after the last round."""
+        """Return the model of each client after the last round."""
         now = Round(self.round, self.round, Key(0), {c: float(q.size) for c, q in clients.items()})
         return {
             client: method.predict(
@@ -276,6 +296,11 @@ class Run:
         }
 
 
+def sorted_by_client(uploads: list[Upload]) -> list[Upload]:
+    """Return ``uploads`` in the order in which engines merge them."""
+    return sorted(uploads, key=lambda upload: upload.client)
+
+
 def simulate(
     method: Method,
     clients: Mapping[str, Quadratic],
@@ -285,11 +310,26 @@ def simulate(
     cohort: int | None = None,
     seed: int = 0,
     run: Run | None = None,
+    privacy: Privacy = NO_MINIMUM,
+    order: Callable[[list[Upload]], Sequence[Upload]] = sorted_by_client,
 ) -> Run:
-    """Run ``method`` to the end of round ``rounds``, one client after the other.
+    """Run ``method`` to the end of round ``rounds``, one client after the other, without validation.
 
-    With ``run`` it goes on from there. A ``pooled`` method sees one client, ``"pooled"``, with all targets,
-    unless there is only one client anyway.
+    If it is ``pooled`` and there are several clients, one client ``"pooled"`` has all targets.
+
+    Args:
+        method: the method.
+        clients: client → its data.
+        initial: initial tensors of the model.
+        rounds: number of rounds.
+        cohort: clients per round; by default all.
+        seed: seed of cohorts and batches.
+        run: continue this run, which changes.
+        privacy: clients with too few pairs send no numbers.
+        order: the order in which the server merges the uploads of an exchange.
+
+    Returns:
+        The states after the last round, and all messages as the clients sent them.
     """
     if method.pooled and len(clients) > 1:
         first = next(iter(clients.values()))
@@ -300,7 +340,7 @@ def simulate(
     )
     root, weights = Key(seed), {client: float(data.size) for client, data in clients.items()}
     for number in range(run.round + 1, rounds + 1):
-        now = Round(number, rounds, root.at("round", number), weights)
+        now = Round(number, rounds, root.at("round", number), weights, privacy)
         sampled = now.key.at("cohort").numpy().choice(sorted(clients), cohort or len(clients), replace=False)
         for exchange in method.exchanges:
             if not exchange.due(number):
@@ -315,7 +355,8 @@ def simulate(
                 uploads.append(upload)
                 run.downloads.append(download)
                 run.phases += trainer.phases
-            run.server = exchange.merge(run.server, uploads, now)
+            sent = [withhold_scalars(upload, upload.client, exchange, now) for upload in uploads]
+            run.server = exchange.merge(run.server, order(sent), now)
             run.uploads += uploads
         run.round = number
     return run
