@@ -15,6 +15,7 @@ COMMANDS = {
     "collect": (["collect", "--from", "none.jsonl"], "prefed.ui.collect.pairs.recorded_pairs"),
     "sweep": (["sweep", "none.toml"], "prefed.runs.sweep.sweep_cells"),
     "init": (["init", "feddpo", "--out", "."], "prefed.config.method_kind"),
+    "new": (["new", "method", "file"], "prefed.ui.cli.new._check_name"),
     "data": (["data", "none.toml"], "prefed.config.experiment_table.load_cell"),
     "evaluate": (["evaluate", "none"], "prefed.runs.loaded_run.load_run"),
     "compare": (["compare", "none", "other"], "prefed.runs.finished_run.read_run"),

@@ -146,7 +146,7 @@ def test_the_order_of_replies_changes_no_bit(name, problem, data):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_client_has_a_model_and_may_keep_its_numbers(name):
-    """Also under the schedule that asks for the losses of all clients; decdpo has no server to send them to."""
+    """Also under the schedule that asks for the clients' losses; decdpo has no server to send them to."""
     check_models(on(name, PLAIN))
     if name != "decdpo":
         check_few_pairs(on(name, PLAIN | {"schedule": "plateau"}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pkgutil
 import re
-import sys
+import runpy
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +18,12 @@ import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from prefed import methods
+import prefed.testing
+from installing import installed
 from prefed.config import Experiment
 from prefed.config.experiment_table import Table
 from prefed.merge import Aggregator, MergeConfig
-from prefed.methods import METHODS, LocalSettings, TrainingSettings, registry
+from prefed.methods import METHODS, LocalSettings, TrainingSettings
 from prefed.methods.base import FedAvgBase
 from prefed.testing import Quadratic, initial, simulate
 from prefed.train.losses import PairBatch, PairLoss, preference
@@ -369,26 +370,28 @@ def test_roles_of_docstrings_become_links() -> None:
     assert markdown("So:\n\n>>> 1 + 1\n2\n\nor not.") == "So:\n\n```pycon\n>>> 1 + 1\n2\n```\n\nor not."
 
 
-def test_the_worked_method_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page on adding a method: its file is a module, its line registers it, its tests pass."""
+def test_the_worked_method_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page on adding a method: its file and its tests, in the package that the page starts with."""
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["new", "method", "lgfedavg"]).exit_code == 0
     code = dict(blocks(DOCS / "adding-a-method.md", "python"))
-    file, line, test = (code[title] for title in code)
-    module = ModuleType("prefed.methods.lgfedavg")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(file, "lgfedavg.py", "exec"), module.__dict__)
-    monkeypatch.setattr(methods, "lgfedavg", module, raising=False)
+    written = [path.as_posix() for path in Path("lgfedavg").rglob("*.py")]
+    assert sorted(code) == sorted(written)
+    for path, text in code.items():
+        Path(path).write_text(text, "utf-8")
+    with installed(tmp_path / "lgfedavg", tmp_path / "site"):
+        assert METHODS["lgfedavg"].personal
+        checks = runpy.run_path("lgfedavg/tests/test_lgfedavg.py")
+        functions = [check for name, check in checks.items() if name.startswith("test_")]
+        assert len(functions) == 3
+        for check in functions:
+            check()
 
-    kind = eval(line, vars(registry))
-    assert kind.name == "lgfedavg"
-    assert kind.personal
-    assert kind.name in next(iter(code))
 
-    checks: dict[str, Any] = {}
-    exec(compile(test, "test_lgfedavg.py", "exec"), checks)
-    functions = [check for name, check in checks.items() if name.startswith("test_")]
-    assert len(functions) == 2
-    for check in functions:
-        check()
+def test_the_page_names_every_law() -> None:
+    page = (DOCS / "adding-a-method.md").read_text("utf-8")
+    laws = {name for name in prefed.testing.__all__ if name.startswith("check_")} - {"check_method"}
+    assert set(re.findall(r"^\| `(check_\w+)` \|", page, re.MULTILINE)) == laws
 
 
 def worked(title: str, names: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Tests of methods: the laws that every method holds, and a federation whose runs have a closed form."""
 
+from prefed.testing.checks import check_method, check_run
 from prefed.testing.laws import (
     RULES,
     Problem,
@@ -22,10 +23,12 @@ __all__ = [
     "check_few_pairs",
     "check_kind",
     "check_messages",
+    "check_method",
     "check_models",
     "check_order",
     "check_private_bytes",
     "check_resume",
+    "check_run",
     "crowd",
     "initial",
     "simulate",

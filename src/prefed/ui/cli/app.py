@@ -13,6 +13,7 @@ from prefed.ui.cli.demo import demo
 from prefed.ui.cli.errors import user_errors
 from prefed.ui.cli.federation import ends_at_once, federate, federation, peer, site
 from prefed.ui.cli.models import export, generate, push
+from prefed.ui.cli.new import new
 from prefed.ui.cli.output import Quiet, Verbose, command, set_volume
 from prefed.ui.cli.prepare import data, init, methods
 from prefed.ui.cli.results import compare, evaluate, judge, report
@@ -34,6 +35,7 @@ for _command in (
     collect,
     sweep,
     init,
+    new,
     methods,
     data,
     demo,
