@@ -371,8 +371,11 @@ def test_roles_of_docstrings_become_links() -> None:
 
 
 def test_the_worked_method_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page on adding a method: its file and its tests, in the package that the page starts with."""
+    """The page on adding a method: its file and its tests, in the package that the page starts with. A run
+    takes seconds; ``test_new.py`` has one.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("prefed.testing.checks.check_run", lambda name, settings: None)
     assert CliRunner().invoke(app, ["new", "method", "lgfedavg"]).exit_code == 0
     code = dict(blocks(DOCS / "adding-a-method.md", "python"))
     written = [path.as_posix() for path in Path("lgfedavg").rglob("*.py")]
