@@ -421,12 +421,8 @@ TURN = {"role": "user", "content": "Hi"}
 @pytest.mark.parametrize(
     ("row", "words", "renamed"),
     [
-        (
-            {"prompt": "q", "completion": "a", "label": True},
-            ["unpaired feedback", "KTO", "not supported"],
-            False,
-        ),
-        ({"prompt": [TURN], "completion": [TURN], "label": False}, ["unpaired feedback"], False),
+        ({"prompt": [TURN], "completion": [TURN], "label": False}, ["completion must end with"], False),
+        ({"prompt": "q", "completion": "a", "thumb": True}, ["prompt, completion and label"], False),
         ({"prompt": "q", "response": "a", "score": "4.5"}, ["two responses"], False),
         ({"messages": [TURN]}, ["two responses"], False),
         ({"q": "?", "response_a": "a", "response_b": "b", "winner": "b"}, ["'winner'", "chosen"], False),
@@ -461,6 +457,7 @@ def test_get_format_takes_either_name():
         "openai/webgpt_comparisons",
         "openbmb/UltraFeedback",
         "stanfordnlp/SHP",
+        "trl-lib/kto-mix-14k",
         "yuasosnin/imdb-dpo",
     ]
     with pytest.raises(DataError, match="did you mean 'webgpt'"):

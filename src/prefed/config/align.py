@@ -17,7 +17,9 @@ from prefed.models import ModelConfig
 from prefed.train.losses import OBJECTIVES, objective
 
 POLICY_OBJECTIVES = tuple(
-    name for name, loss in OBJECTIVES.builtin.items() if loss.needs_rejected and not loss.needs_reward
+    name
+    for name, loss in OBJECTIVES.builtin.items()
+    if loss.needs_rejected and not loss.needs_reward and not loss.unpaired
 )
 
 
@@ -166,7 +168,7 @@ class AlignConfig(StrictModel):
             ValueError: the objective is unknown or needs more than labelled pairs, or has no such setting.
         """
         loss = objective(self.objective)
-        if not loss.needs_rejected or loss.needs_reward:
+        if not loss.needs_rejected or loss.needs_reward or loss.unpaired:
             raise ValueError(
                 f"objective {self.objective!r} cannot train on labelled pairs; choose from: "
                 + ", ".join(POLICY_OBJECTIVES)

@@ -182,10 +182,12 @@ class StopConfig(StrictModel):
                 "[stop] needs evaluations, but with [evaluate] every = 0 only the last round is evaluated: "
                 "set every to 1 or more"
             )
-        without = {
+        without: dict[str, str | bool] = {
             "combined_accuracy": "reward" not in kind.needs(settings) and "no reward head",
             "majority_accuracy": getattr(settings, "selectors", 1) < 2 and "no selectors that vote",
         }
+        if settings.unpaired:
+            without["loss"] = "a loss on thumbs, but perhaps validation data of pairs,"
         if reason := without.get(self.metric):
             raise ValueError(
                 f"[stop] metric = {self.metric!r}: {kind.name} has {reason} with these settings: use another "

@@ -303,6 +303,7 @@ def _read_rows(
         # Number the clients in the order of the table.
         values = {name: k for k, name in enumerate(config.train)}
     missing, empty = _MissingColumn(errors, _per_client(config)), list[str]()
+    kinds: dict[str, tuple[bool, RowLocation]] = {}
     for role, name, source in config.sources():
         before = counts.read + errors.count
         for record, location in read_records(source, config, role, name, errors, counts):
@@ -316,6 +317,11 @@ def _read_rows(
                 continue
             missing.column_exists()
             split = record.split if role == "train" and record.split else role
+            thumb, first = kinds.setdefault(split, (record.label is not None, location))
+            if thumb != (record.label is not None):
+                here, there = ("a pair", "a thumb") if thumb else ("a thumb", "a pair")
+                errors.add(location, f"this {split} row is {here}, but {first} is {there}", _ONE_KIND)
+                continue
             category = record.category or value or record.domain
             code = values.setdefault(value, len(values))
             writer.add(record, location, category, ROLES.index(split), code)
@@ -337,6 +343,9 @@ def _read_rows(
         prompt=writer.column("prompts"),
         usable=np.ones(len(writer), dtype=np.bool_),
     )
+
+
+_ONE_KIND = 'Keep pairs and thumbs apart, or read every pair as two thumbs: [data] format = "thumbs".'
 
 
 class _MissingColumn:

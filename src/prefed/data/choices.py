@@ -138,7 +138,7 @@ class ChoiceEncoder:
     hint = 'Raise max_length, or set [selector] too_long = "shorten" or "drop".'
 
     def __init__(self, tokenizer: Tokenizer, config: SelectorConfig, *, max_length: int) -> None:
-        self._tokenizer, self._max_length = tokenizer, max_length
+        self._tokenizer, self.max_length = tokenizer, max_length
         self._template = ChoiceTemplate(tokenizer, config.template)
         self._start = start_tokens(tokenizer)
         self._shortens = config.too_long == "shorten"
@@ -151,6 +151,11 @@ class ChoiceEncoder:
         parts: list[tuple[str, str, str, str] | RowError] = []
         for record in records:
             try:
+                if record.label is not None:
+                    raise RowError(
+                        "this row has one response and a thumb, but a selector compares two responses",
+                        "Use pairs, or a method that trains policies with objective = 'kto'.",
+                    )
                 head, query = self._template.question(record)
             except RowError as error:
                 parts.append(error)
@@ -170,12 +175,12 @@ class ChoiceEncoder:
             return self._encoded(tokens)
         if self._shortens:
             return self._shorten(*part, excess)
-        return self._too_long(self._max_length + excess)
+        return self._too_long(self.max_length + excess)
 
     def _shorten(self, head: str, query: str, first: str, second: str, excess: int) -> Outcome:
         """Truncate the responses to a common number of tokens, then cut the beginning of the query."""
         one, other, asked = (self._spans(text) for text in (first, second, query))
-        needed = self._max_length + excess
+        needed = self.max_length + excess
         cap, room = max(len(one), len(other)), len(asked)
         while excess > 0:
             if cap > SHORTEST:
@@ -186,7 +191,7 @@ class ChoiceEncoder:
             elif room > 1:
                 room = max(1, room - excess)
             else:
-                return self._too_long(self._max_length + excess)
+                return self._too_long(self.max_length + excess)
             short = _beginning(first, one, cap), _beginning(second, other, cap)
             if short[0].strip() == short[1].strip():
                 # The responses differ only in the truncated part.
@@ -199,7 +204,7 @@ class ChoiceEncoder:
     def _excess(self, tokens: Tokens) -> int:
         """The number of input tokens beyond ``max_length``."""
         prompt, *branches = tokens
-        return len(self._start) + len(prompt) + max(map(len, branches)) - 1 - self._max_length
+        return len(self._start) + len(prompt) + max(map(len, branches)) - 1 - self.max_length
 
     def _encoded(self, tokens: Tokens, *, cut: bool = False, shortened: bool = False) -> Outcome:
         prompt, first, second = tokens
@@ -212,7 +217,7 @@ class ChoiceEncoder:
 
     def _too_long(self, needed: int) -> TooLong:
         return TooLong(
-            f"the selector question has {needed} tokens, but max_length is {self._max_length}", needed
+            f"the selector question has {needed} tokens, but max_length is {self.max_length}", needed
         )
 
     def _spans(self, text: str) -> list[tuple[int, int]]:

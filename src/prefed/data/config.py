@@ -23,16 +23,31 @@ class Columns(StrictModel):
         category: a label within the task.
         domain: the dataset of the row.
         split: ``train``, ``validation`` or ``test``.
+        completion: the only response of a row with a thumb, instead of chosen and rejected.
+        label: the thumb.
     """
 
     prompt: str | None = None
     chosen: str = "chosen"
     rejected: str = "rejected"
+    completion: str | None = None
+    label: str | None = None
     margin: str | None = None
     client: str | None = None
     category: str | None = None
     domain: str | None = None
     split: str | None = None
+
+    @property
+    def thumb(self) -> tuple[str, str] | None:
+        """The columns of response and thumb; ``None`` if rows are pairs.
+
+        >>> Columns(label="liked").thumb
+        ('completion', 'liked')
+        """
+        if self.completion is None and self.label is None:
+            return None
+        return self.completion or "completion", self.label or "label"
 
 
 class Source(StrictModel):

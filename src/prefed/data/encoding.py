@@ -103,6 +103,8 @@ class Template:
         return start, self._response(prompt, start, chosen), self._response(prompt, start, rejected)
 
     def _response(self, prompt: tuple[Message, ...], start: str, response: str) -> str:
+        if not response:
+            return response
         if self.chat:
             whole = self._render((*prompt, Message("assistant", response)), generate=False)
             # Some templates change earlier turns if there is a response, which is then used unchanged.
@@ -136,7 +138,7 @@ class Encoded:
 
     Attributes:
         prompt: with the beginning-of-text token if the tokenizer adds one.
-        branches: the two continuations of the prompt.
+        branches: the two continuations of the prompt; for a thumb, one of them is empty.
         cut: the beginning of the prompt was truncated.
         shortened: the end of a response was truncated.
     """
@@ -165,11 +167,13 @@ class Encoder(Protocol):
     Attributes:
         letters: token ids of the letters A and B if the branches are the two orders of a selector question;
             ``None`` if they are the chosen and the rejected response.
+        max_length: maximum number of tokens of a record.
         refuses: report a record that is too long as an error instead of dropping it.
         hint: last line of that error, a remedy.
     """
 
     letters: tuple[int, int] | None
+    max_length: int
     refuses: bool
     hint: str
 
@@ -267,11 +271,11 @@ def _joining(part: Any) -> Any:
 
 
 class PolicyEncoder:
-    """Encode pairs for a policy: a prompt, the chosen and the rejected response.
+    """Encode pairs and thumbs for a policy: a prompt, the chosen and the rejected response.
 
     The prompt and its responses are tokenised separately, see :func:`continuation_ids`. Each response ends
-    with the end-of-text token. A long prompt is truncated at its beginning but keeps its beginning-of-text
-    token.
+    with the end-of-text token; the absent response of a thumb has no tokens. A long prompt is truncated at
+    its beginning but keeps its beginning-of-text token.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -299,7 +303,7 @@ class PolicyEncoder:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text token; set its eos_token")
         self._tokenizer, self._template = tokenizer, template
-        self._max_length, self._shortens = max_length, shortens
+        self.max_length, self._shortens = max_length, shortens
         self.refuses = too_long == "error"
         self._end: int = tokenizer.eos_token_id
         self._start = start_tokens(tokenizer)
@@ -330,19 +334,21 @@ class PolicyEncoder:
         if not head and not prompt:
             head = [self._empty]
         chosen, rejected = (
-            ids if ids[-1:] == [self._end] else [*ids, self._end] for ids in (chosen, rejected)
+            ids if not text or ids[-1:] == [self._end] else [*ids, self._end]
+            for text, ids in ((record.chosen, chosen), (record.rejected, rejected))
         )
-        most, longest = self._max_length - 1, max(len(chosen), len(rejected))
+        most, longest = self.max_length - 1, max(len(chosen), len(rejected))
         shortened = self._shortens and longest > most
         if shortened:
             chosen, rejected, longest = chosen[:most], rejected[:most], most
             if chosen == rejected:
                 return None
-        room = self._max_length - longest
+        room = self.max_length - longest
         if room < 1:
             which = "chosen" if len(chosen) >= len(rejected) else "rejected"
+            which = which if record.label is None else "completion"
             return TooLong(
-                f"{which} has {longest} tokens, but max_length is {self._max_length}", needed=longest + 1
+                f"{which} has {longest} tokens, but max_length is {self.max_length}", needed=longest + 1
             )
         cut = len(head) + len(prompt) > room
         if cut:

@@ -1,4 +1,4 @@
-"""A preference pair: a prompt, the chosen response and the rejected response."""
+"""A preference: a prompt with a chosen and a rejected response, or with one response and a thumb."""
 
 from __future__ import annotations
 
@@ -66,28 +66,31 @@ def check_unicode(name: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """A preference pair.
+    """A preference pair, or a thumb: feedback on a single response.
 
     Attributes:
         prompt: text, or the messages of a conversation up to the response.
-        chosen: the preferred response, without the prompt.
-        rejected: the other response.
+        chosen: the preferred response, without the prompt; empty for a thumb down.
+        rejected: the other response; empty for a thumb up.
         margin: strength of the preference, on the scale of the source; larger is clearer.
         client: the person or organisation with this preference, if known.
         category: a label within the task, such as a subreddit, programming language or persona.
         domain: the dataset of the pair.
         split: the split assigned by the source.
         extra: other columns of the source with numbers or short texts, by name.
+        label: of a thumb: whether it is up; ``None`` for a pair. See :meth:`thumb`.
 
     Raises:
-        ValueError: a response is blank, both responses are equal, a text is not valid Unicode, or the margin
-            is not finite in 32 bits.
+        ValueError: a response is blank, both responses are equal, a text is not valid Unicode, the margin is
+            not finite in 32 bits, or a thumb has a second response.
 
     >>> record = Record("Name a colour.", " Blue.", " A dog.", margin=0.8, extra={"worker": 7})
     >>> Record.from_json(record.to_json()) == record
     True
     >>> record.swapped().chosen
     ' A dog.'
+    >>> Record.thumb("Name a colour.", " Blue.", up=True).swapped().label
+    False
     """
 
     prompt: Prompt
@@ -99,12 +102,24 @@ class Record:
     domain: str | None = None
     split: Split | None = None
     extra: Mapping[str, str | float | int] = field(default_factory=dict)
+    label: bool | None = None
+
+    @staticmethod
+    def thumb(prompt: Prompt, response: str, *, up: bool, **columns: Any) -> Record:
+        """Return the record of a response with a thumb up or down; ``columns`` are further fields."""
+        chosen, rejected = (response, "") if up else ("", response)
+        return Record(prompt, chosen, rejected, label=up, **columns)
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
             object.__setattr__(self, "prompt", tuple(self.prompt))
         object.__setattr__(self, "extra", MappingProxyType(dict(self.extra)))
-        for name, response in (("chosen", self.chosen), ("rejected", self.rejected)):
+        responses = {"chosen": self.chosen, "rejected": self.rejected}
+        if self.label is not None:
+            if responses.pop("rejected" if self.label else "chosen"):
+                raise ValueError("a thumb is feedback on one response, but this record has two")
+            responses = {"completion": self.response}
+        for name, response in responses.items():
             if not isinstance(response, str):
                 raise ValueError(f"{name} must be text, not {type(response).__name__}")
             if not response.strip():
@@ -124,9 +139,15 @@ class Record:
         if self.split is not None and self.split not in _SPLITS:
             raise ValueError(f"split must be one of {', '.join(_SPLITS)}, not {self.split!r}")
 
+    @property
+    def response(self) -> str:
+        """The response of a thumb."""
+        return self.chosen if self.label else self.rejected
+
     def swapped(self) -> Record:
-        """Return the same pair with the opposite preference."""
-        return replace(self, chosen=self.rejected, rejected=self.chosen)
+        """Return the same pair with the opposite preference, or the same response with the other thumb."""
+        label = None if self.label is None else not self.label
+        return replace(self, chosen=self.rejected, rejected=self.chosen, label=label)
 
     def column(self, name: str) -> str | float | int | None:
         """Return the value of a column: a field of the record, or an entry of ``extra``."""
@@ -140,11 +161,11 @@ class Record:
 
     def to_json(self) -> str:
         """Return the record as one line of JSON, without empty fields."""
-        plain: dict[str, Any] = {
-            "prompt": plain_prompt(self.prompt),
-            "chosen": self.chosen,
-            "rejected": self.rejected,
-        }
+        plain: dict[str, Any] = {"prompt": plain_prompt(self.prompt)}
+        if self.label is None:
+            plain |= {"chosen": self.chosen, "rejected": self.rejected}
+        else:
+            plain |= {"completion": self.response, "label": self.label}
         for name in ("margin", "client", "category", "domain", "split"):
             if getattr(self, name) is not None:
                 plain[name] = getattr(self, name)
@@ -156,4 +177,7 @@ class Record:
     def from_json(line: str | bytes) -> Record:
         """Parse the output of :meth:`to_json`."""
         plain = json.loads(line)
-        return Record(**{**plain, "prompt": parse_prompt(plain["prompt"])})
+        prompt = parse_prompt(plain.pop("prompt"))
+        if "label" in plain:
+            return Record.thumb(prompt, plain.pop("completion"), up=plain.pop("label"), **plain)
+        return Record(prompt, **plain)

@@ -40,7 +40,8 @@ class ClientStatistics(StrictModel):
         test_elsewhere: test pairs that another client trains on.
         category_distance: Jensen–Shannon distance (base 2, between 0 and 1) between the categories of the
             training pairs of the client and of all clients; ``None`` without categories.
-        token_distance: the same for the tokens of the chosen responses; for selectors, of both responses.
+        token_distance: the same for the tokens of the chosen responses; for selectors, of both responses; for
+            thumbs, of all responses.
     """
 
     id: str
@@ -221,7 +222,7 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
                 flipped=data.id in dataset.flipped,
                 categories={tokens.category_names[i]: int(n) for i, n in zip(codes, counts, strict=True)},
                 prompt=_lengths(tokens.lengths[data.train][:, 0]),
-                response=_lengths(tokens.lengths[data.train][:, 1:]),
+                response=_response_lengths(tokens, data.train),
                 **{name: int(mask[own].sum()) for name, mask in train_masks.items()},
                 **{name: int(mask[tests].sum()) for name, mask in test_masks.items()},
                 category_distance=category_distance,
@@ -235,7 +236,7 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
         fingerprint=dataset.fingerprint,
         categories={name: int(count) for name, count in names if count},
         prompt=_lengths(tokens.lengths[train][:, 0]),
-        response=_lengths(tokens.lengths[train][:, 1:]),
+        response=_response_lengths(tokens, train),
         gini=gini(sizes),
         shared_prompts=len(np.unique(prompts[train_masks["shared_prompts"]])),
         shared_pairs=len(np.unique(pairs[train_masks["shared_pairs"]])),
@@ -252,6 +253,12 @@ def _lengths(values: NDArray[Any]) -> Lengths:
     return Lengths(
         median=float(np.median(values)), p95=float(np.percentile(values, 95)), max=int(values.max())
     )
+
+
+def _response_lengths(tokens: TokenSet, rows: NDArray[np.int64]) -> Lengths:
+    lengths = tokens.lengths[rows][:, 1:]
+    # The second response of a thumb is absent.
+    return _lengths(lengths[lengths > 0])
 
 
 def _mean(values: Sequence[float | None], sizes: NDArray[Any]) -> float | None:

@@ -49,7 +49,9 @@ def column_path(folder: Path, column: str) -> Path:
 class Pair(NamedTuple):
     """The token ids of one pair, each ``int32 [length]``.
 
-    For a policy, ``chosen`` and ``rejected`` continue the prompt and end with the end-of-text token.
+    For a policy, ``chosen`` and ``rejected`` continue the prompt and end with the end-of-text token. Of a
+    thumb, ``chosen`` is the response, and ``rejected`` is empty or, as ``other`` of :meth:`TokenSet.pair`, an
+    unrelated response.
 
     For a selector, the prompt contains the question, and the branches contain both responses in the two
     orders. ``chosen`` shows the alphabetically first response as A and ends with the letter A; ``rejected``
@@ -61,6 +63,12 @@ class Pair(NamedTuple):
     rejected: Ids
 
 
+def thumbs(lengths: NDArray[np.int32]) -> NDArray[np.int8]:
+    """Return the thumbs of rows ``[n]`` with these lengths ``[n, 3]``: 1 is up, −1 is down, 0 is a pair."""
+    present = (lengths[:, 1:] > 0).astype(np.int8)
+    return np.asarray(present[:, 0] - present[:, 1])
+
+
 class TokenSet:
     """The preference pairs written to a folder by a :class:`TokenWriter`, read from disk on access.
 
@@ -68,7 +76,9 @@ class TokenSet:
 
     Attributes:
         letters: token ids of the letters A and B of a selector; ``None`` for a policy.
-        lengths: ``int32 [n, 3]``, numbers of tokens of prompt, chosen and rejected.
+        max_length: maximum number of tokens of a prompt with its longer response; known if there are thumbs.
+        lengths: ``int32 [n, 3]``, numbers of tokens of prompt, chosen and rejected. For a thumb, one of the
+            latter is 0; see :func:`thumbs`.
         margins: ``float32 [n]``, NaN if unknown.
         prompts: ``uint64 [n]``, equal for equal prompts.
         pairs: ``uint64 [n]``, equal for the same prompt with the same two responses.
@@ -102,6 +112,7 @@ class TokenSet:
         self.category_names: tuple[str, ...] = tuple(manifest["categories"])
         letters = manifest.get("letters")
         self.letters: tuple[int, int] | None = None if letters is None else (letters[0], letters[1])
+        self.max_length: int | None = manifest.get("max_length")
         self.lengths: NDArray[np.int32] = self._column("lengths", 3).reshape(-1, 3)
         self.margins: NDArray[np.float32] = self._column("margins")
         self.prompts: NDArray[np.uint64] = self._column("prompts")
@@ -125,7 +136,7 @@ class TokenSet:
         """Return a token set without pairs, for a dataset that is not on this machine."""
         tokens = cls.__new__(cls)
         tokens._length, tokens.fingerprint, tokens.category_names = 0, "", ()
-        tokens.letters = None
+        tokens.letters = tokens.max_length = None
         tokens.lengths = np.empty((0, 3), np.int32)
         for name in ("margins", "prompts", "pairs", "categories", "flipped", "orientations", "rows"):
             setattr(tokens, name, np.empty(0, COLUMNS[name]))
@@ -160,8 +171,17 @@ class TokenSet:
             raise IndexError(f"no row {index}: the data has {self._length} rows, counted from 0")
         return int(index)
 
-    def pair(self, index: int) -> Pair:
-        """Read the token ids of one pair."""
+    def pair(self, index: int, other: int | None = None) -> Pair:
+        """Read the token ids of one pair or thumb.
+
+        Args:
+            other: of a thumb: the row of another thumb. Its response becomes ``rejected``, without its end
+                if it does not fit after this prompt.
+        """
+        if other is not None:
+            own, unrelated = self.pair(index), self.pair(other).chosen
+            assert self.max_length is not None
+            return Pair(own.prompt, own.chosen, unrelated[: self.max_length - len(own.prompt)])
         index = self._check_index(index)
         start, stop = int(self._offsets[index]), int(self._offsets[index + 1])
         # Copy, since torch warns about read-only arrays such as those over bytes.
@@ -169,6 +189,8 @@ class TokenSet:
             os.pread(self._ids.fileno(), 4 * (stop - start), 4 * start), dtype="<i4"
         ).astype(np.int32)
         prompt, chosen, rejected = (int(n) for n in self.lengths[index])
+        if not (chosen and rejected):
+            return Pair(ids[:prompt], ids[prompt:], ids[:0])
         # A flip does not change the branches of a selector, which do not depend on the chosen response.
         if self.flipped[index] and self.letters is None:
             return Pair(ids[:prompt], ids[prompt + rejected :], ids[prompt : prompt + rejected])
@@ -217,6 +239,7 @@ class TokenWriter:
         self._columns = {name: column_path(self._folder, name).open("wb") for name in COLUMNS}
         self._batch: dict[str, list[float]] = {name: [] for name in COLUMNS}
         self._count = self._offset = self._line = 0
+        self._thumbs = False
         self._batch["offsets"].append(0)
         self._batch["lines"].append(0)
         self._categories: dict[str, int] = {}
@@ -282,6 +305,7 @@ class TokenWriter:
     ) -> None:
         lengths = [len(ids) for ids in tokens]
         columns = self._batch
+        self._thumbs |= record.label is not None
         ids = np.array([token for part in tokens for token in part], dtype="<i4").tobytes()
         line = record.to_json().encode() + b"\n"
         self._ids.write(ids)
@@ -345,6 +369,8 @@ class TokenWriter:
         }
         if self.letters is not None:
             manifest["letters"] = list(self.letters)
+        if self._thumbs:
+            manifest["max_length"] = self._encoder.max_length
         (self._folder / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False), encoding="utf-8")
         return fingerprint
 

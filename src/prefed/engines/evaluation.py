@@ -7,9 +7,17 @@ from typing import Literal, TypeAlias, cast
 
 from prefed.core import Download, State, Tensors
 from prefed.engines.job import PAIRS, Job
-from prefed.train.metrics import ChoiceScores, PairScores, choice_metrics, client_metrics, jury_metrics
+from prefed.train.metrics import (
+    ChoiceScores,
+    PairScores,
+    ThumbScores,
+    choice_metrics,
+    client_metrics,
+    jury_metrics,
+    thumb_metrics,
+)
 
-Scores: TypeAlias = PairScores | ChoiceScores
+Scores: TypeAlias = PairScores | ChoiceScores | ThumbScores
 Score: TypeAlias = Callable[[Tensors], Scores]
 """Model (full layout) → its scores of the pairs of an evaluation."""
 
@@ -17,13 +25,15 @@ Score: TypeAlias = Callable[[Tensors], Scores]
 def pair_figures(
     job: Job, scores: Scores, weight: float = 1.0, jury: Sequence[Scores] = ()
 ) -> dict[str, float]:
-    """The metrics of a model, depending on what the method's models read.
+    """The metrics of a model, depending on what the method's models read, and on the client's feedback.
 
     Args:
         weight: as for :func:`~prefed.train.metrics.client_metrics`.
         jury: scores of the voting models, as for :func:`~prefed.train.metrics.choice_metrics`.
     """
     own = {metric.name: float(metric.function(scores).mean()) for metric in job.metrics}
+    if isinstance(scores, ThumbScores):
+        return own | thumb_metrics(scores, job.beta)
     if job.method.reads == "choice":
         return own | choice_metrics(cast("ChoiceScores", scores), cast("Sequence[ChoiceScores]", jury))
     return own | client_metrics(cast("PairScores", scores), job.beta, weight)
@@ -37,6 +47,7 @@ def evaluate_client(
     They are those of :func:`~prefed.train.metrics.client_metrics`, plus ``shared_accuracy`` for a personal
     method: the preference accuracy of the published model. For a method whose models read choices they are
     those of :func:`~prefed.train.metrics.choice_metrics`; if it publishes several models, these are the jury.
+    On thumbs they are those of :func:`~prefed.train.metrics.thumb_metrics`.
 
     Args:
         number: the round after which the client is evaluated.

@@ -30,7 +30,7 @@ from prefed.engines.simulated_fleet import FleetConfig, ScheduledRound, Visit, s
 from prefed.engines.stopping import Stopping
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import Topology
-from prefed.train.metrics import ChoiceScores, Metric, PairScores
+from prefed.train.metrics import ChoiceScores, Metric, PairScores, ThumbScores
 
 PAIRS = "pairs/"
 """Prefix of a newcomer's metrics for which its latent taste is inferred from a number of pairs."""
@@ -76,6 +76,7 @@ class Job:
         diagnostics: what is measured in diagnosed rounds; ``None``: nothing.
         stop: early stopping; ``None``: all rounds are run, and only the last is kept.
         metrics: metrics from outside prefed, for every evaluation.
+        thumbs: clients train on thumbs, so evaluations may have their metrics.
         offences: number of bad uploads after which a client is set aside; ``None``: no limit.
 
     Raises:
@@ -107,6 +108,7 @@ class Job:
     stop: Stopping | None = None
     offences: int | None = None
     metrics: tuple[Metric, ...] = ()
+    thumbs: bool = False
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)
@@ -392,7 +394,7 @@ class TrainerFactory(Protocol):
 
     def score(
         self, client: str, tensors: Tensors, split: Literal["validation", "test"]
-    ) -> PairScores | ChoiceScores:
+    ) -> PairScores | ChoiceScores | ThumbScores:
         """Score a client's pairs of a split with a model (full layout); see ``reads`` of a method."""
 
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:

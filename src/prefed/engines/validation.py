@@ -20,6 +20,7 @@ from prefed.train.metrics import (
     MEAN_METRICS,
     POLICY_METRICS,
     REWARD_METRICS,
+    THUMB_METRICS,
     selector_metrics,
 )
 
@@ -83,14 +84,15 @@ def longest_answer(job: Job, client: str, exchange: str, number: int) -> int:
         number: the round in which the client was asked.
     """
     if not exchange:
-        return _longest_figures(_expected_figures(job, client))
+        return _longest_figures(job, client)
     asked, model = job.exchange(exchange), job.trainers.initial
     groups = expected_groups(client, asked, job.method.ownership, model.layout, job.round(number))
     return upload_limits(client, groups, model.dtype, asked.scalars)[1]
 
 
-def _longest_figures(names: Collection[str]) -> int:
-    return 64 * (len(names) + 2)
+def _longest_figures(job: Job, client: str) -> int:
+    # Thumbs have one metric more than pairs.
+    return 64 * (len(_expected_figures(job, client)) + 2 + job.thumbs)
 
 
 def read_figures(
@@ -105,8 +107,7 @@ def read_figures(
     Args:
         split: split of the evaluation (default: that of the job).
     """
-    names = _expected_figures(job, client)
-    most = _longest_figures(names)
+    most = _longest_figures(job, client)
     if len(message) > most:
         return {}, f"has {len(message):,} bytes; at most {most:,} are allowed"
     try:
@@ -115,6 +116,7 @@ def read_figures(
         return {}, f"cannot be read: {type(error).__name__}"
     if not isinstance(content, dict):
         return {}, f"is a {type(content).__name__}, not an object"
+    names = _expected_figures(job, client, content)
     count = content.pop("not_finite", None) if client not in job.unseen else None
     reason = _difference("metrics", "an evaluation", content, names)
     if reason:
@@ -142,8 +144,13 @@ def read_figures(
     return figures | {"not_finite": float(count)}, ""
 
 
-def _expected_figures(job: Job, client: str) -> list[str]:
-    """The names of the metrics of ``client``, except ``not_finite``."""
+def _expected_figures(job: Job, client: str, content: Collection[str] = ()) -> list[str]:
+    """The names of the metrics of ``client``, except ``not_finite``.
+
+    Args:
+        content: the names that it sent. They decide whether its feedback is pairs or thumbs, of which clients
+            with thumbs of one kind lack a metric.
+    """
     single = selector_metrics(len(job.jury))
     if client in job.unseen:
         vote = ["majority_accuracy", *single] if job.jury else []
@@ -151,6 +158,11 @@ def _expected_figures(job: Job, client: str) -> list[str]:
     rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
     choices = job.method.reads == "choice"
     absent = {*POLICY_METRICS} if choices else {*CHOICE_METRICS}
+    kto, *rewards_by_thumb = THUMB_METRICS
+    if job.thumbs and kto in content:
+        absent |= {*POLICY_METRICS, *(set(rewards_by_thumb) - set(content))}
+    else:
+        absent |= {*THUMB_METRICS}
     absent |= set() if rewards and not choices else {*REWARD_METRICS}
     # Several published models form a jury; there is no single shared model.
     absent |= set() if job.method.personal and not job.jury else {"shared_accuracy"}

@@ -17,6 +17,7 @@ from prefed.core import Key, Owner, files, plugins
 from prefed.core.strict_settings import flatten
 from prefed.core.text import timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
+from prefed.data.tokens import thumbs
 from prefed.engines import JobFactory
 from prefed.engines.diagnostics import Diagnostics
 from prefed.engines.job import Job, JobError
@@ -28,6 +29,7 @@ from prefed.methods.base import ClusterSettings
 from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
 from prefed.runs.reference import reference_folder
+from prefed.train.loss_trainer import check_feedback
 from prefed.train.metrics import find_metrics
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -88,10 +90,16 @@ def build_trainers(
 
     Raises:
         ModelError: the model cannot be used.
-        ConfigError: every client would be unseen.
+        ConfigError: every client would be unseen, or the objective cannot train on the data.
     """
     settings = experiment.method.settings
     ppo = settings if isinstance(settings, BaselineSettings) and settings.ppo else None
+    trained = next((data.train for data in dataset.clients.values()), None)
+    if dataset.has_pairs and trained is not None:
+        try:
+            check_feedback(settings.goal().name, thumbs(dataset.tokens.lengths[trained]))
+        except ValueError as error:
+            raise ConfigError(f"[method] {error}") from error
     with timed("model", experiment.model.name):
         backbone = load_backbone(experiment.model, Key(experiment.seed).at("model"), experiment.parts)
     return PairTrainerFactory(
@@ -173,6 +181,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
             stop=_stopping(experiment),
             offences=experiment.cohort.offences,
             metrics=find_metrics(evaluate.metrics),
+            thumbs=settings.unpaired,
         )
     except JobError as error:
         raise config_error(error) from error

@@ -1,4 +1,4 @@
-"""Training on losses over log-probabilities or log-odds of pairs."""
+"""Training on losses over log-probabilities or log-odds of pairs, or over log-probabilities of thumbs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
-from prefed.train.losses import CHOICE, ChoiceBatch, PairBatch, PairLoss
+from prefed.data.tokens import thumbs
+from prefed.train.losses import CHOICE, OBJECTIVES, ChoiceBatch, PairBatch, PairLoss, ThumbBatch
 from prefed.train.losses import objective as find_loss
 from prefed.train.optimizer_steps import (
     PhaseSteps,
@@ -21,40 +23,40 @@ from prefed.train.optimizer_steps import (
     read_gradient,
 )
 from prefed.train.packed import PackedForward
-from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
+from prefed.train.pair_cache import Rows, mismatched, split_rows
 from prefed.train.pair_model import Features, PairModel, ReferenceLogprobs
 
 
 class LossTrainer:
-    """Trains on the objectives in :data:`prefed.train.losses.OBJECTIVES`."""
+    """Trains on the objectives on pairs in :data:`prefed.train.losses.OBJECTIVES`."""
 
     def __init__(self, model: PairModel, references: ReferenceLogprobs) -> None:
         self._model, self._references = model, references
 
     def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
         """Run ``phase`` from ``tensors``."""
-        loss, rows = self._find(phase.objective), visit.rows
+        rows = visit.rows
+        loss = self._find(phase.objective, rows)
         key = visit.key.at("phase", phase.name)
-        plan = list(batches(rows, phase, key))
-        used = rows[np.isin(rows, np.concatenate(plan))]
-        if loss.needs_reference:
-            self._references.fill_training(used, rows)
+        plan = [self._parts(batch, loss, phase.batch_size) for batch in batches(rows, phase, key)]
+        self._fill(loss, [part for parts in plan for part in parts], rows)
         backbone = self._model.backbone
         backbone.load(tensors)
         steps = PhaseSteps(backbone, phase)
         memory = {**loss.memory, **phase.memory}
         trunk = backbone.trains_trunk(phase.train)
         features = None
-        if not trunk:
+        if not trunk and not loss.unpaired:
+            used = rows[np.isin(rows, np.concatenate([part for parts in plan for part in parts]))]
             features = self._model.features(used, rejected=loss.needs_rejected, rewards=loss.needs_reward)
         with dropout(backbone, trunk=trunk):
-            for batch in plan:
+            for parts in plan:
                 backbone.grad.zero_()
                 metrics: defaultdict[str, float] = defaultdict(float)
-                whole = len(batch) <= phase.batch_size or not loss.by_batch
-                for number, part in enumerate([batch] if whole else split_rows(batch, phase.batch_size)):
+                batch = np.concatenate(parts)
+                for number, part in enumerate(parts):
                     step = key.at("step", steps.count)
-                    part_key, share = step if whole else step.at("batch", number), len(part) / len(batch)
+                    part_key, share = step.at("batch", number) if parts[1:] else step, len(part) / len(batch)
                     settings = {**phase.objective.settings, **memory}
                     part_metrics = self._backward(part, loss, settings, part_key, features, share)
                     memory = {name: part_metrics.pop(name) for name in memory}
@@ -67,44 +69,62 @@ class LossTrainer:
         self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
     ) -> tuple[Tensors, float]:
         """Return gradient and value of the mean loss over ``batch``, a subset of the visit's pairs."""
-        loss, backbone = self._find(objective), self._model.backbone
-        if loss.needs_reference:
-            self._references.fill_training(batch, visit.rows)
+        loss, backbone = self._find(objective, batch), self._model.backbone
+        (part,) = self._parts(batch, loss, len(batch))
+        self._fill(loss, [part], visit.rows)
         backbone.load(tensors)
         backbone.train_only(visit.ownership.names(Owner.SHARED, Owner.PERSONAL))
         with dropout(backbone, trunk=True):
             backbone.grad.zero_()
-            metrics = self._backward(batch, loss, {**loss.memory, **objective.settings}, key)
+            metrics = self._backward(part, loss, {**loss.memory, **objective.settings}, key)
         return read_gradient(backbone), metrics["loss"]
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Return the mean loss over ``rows`` as one batch, without dropout."""
-        loss = self._find(objective)
-        if loss.needs_reference:
-            self._references.fill_scoring(rows)
+        loss = self._find(objective, rows)
+        (part,) = self._parts(rows, loss, len(rows))
+        reference = self._scoring_reference(part) if loss.needs_reference else None
         self._model.backbone.load(tensors)
-        outputs = torch.from_numpy(self._model.outputs(rows, rewards=loss.needs_reward))
-        batch = self._batch(outputs, rows, loss, self._references.scoring)
-        values, _ = loss(batch, {**loss.memory, **objective.settings})
+        outputs = torch.from_numpy(self._model.outputs(part, rewards=loss.needs_reward))
+        values, _ = loss(self._batch(outputs, part, loss, reference), {**loss.memory, **objective.settings})
         return float(values.mean())
 
-    def _find(self, objective: Objective) -> PairLoss:
+    def _find(self, objective: Objective, rows: Rows) -> PairLoss:
+        """Return the loss of an objective that can train on ``rows``."""
+        check_feedback(objective.name, thumbs(self._model.tokens.lengths[rows]))
         return find_loss(objective.name)
 
+    def _parts(self, batch: Rows, loss: PairLoss, size: int) -> list[Rows]:
+        """Split the rows of a step into batches that have their own statistics."""
+        return split_rows(batch, size) if loss.by_batch else [batch]
+
+    def _fill(self, loss: PairLoss, parts: list[Rows], rows: Rows) -> None:
+        """Compute the reference log-probabilities of ``parts`` of a visit to ``rows``."""
+        if loss.needs_reference:
+            self._references.fill_training(np.concatenate(parts), rows)
+
+    def _reference(self, part: Rows) -> npt.NDArray[np.float32]:
+        """Return ``[n, 2]`` log-probabilities computed by :meth:`_fill`."""
+        return self._references.training.get(part)
+
+    def _scoring_reference(self, part: Rows) -> npt.NDArray[np.float32]:
+        self._references.fill_scoring(part)
+        return self._references.scoring.get(part)
+
     def _batch(
-        self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairScoreCache
-    ) -> PairBatch | ChoiceBatch:
-        """Build the input of ``loss`` from model ``outputs`` for ``rows``."""
+        self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, reference: npt.NDArray[np.float32] | None
+    ) -> PairBatch | ThumbBatch | ChoiceBatch:
+        """Build the input of ``loss`` from model ``outputs`` and ``reference`` for ``rows``."""
         tokens, device = self._model.tokens, outputs.device
         lengths = torch.from_numpy(tokens.lengths[rows, 1:].astype(np.int64)).to(device)
-        reference = torch.from_numpy(references.get(rows)).to(device) if loss.needs_reference else None
+        known = None if reference is None else torch.from_numpy(reference).to(device)
         return PairBatch(
             policy_chosen=outputs[:, 0],
             chosen_length=lengths[:, 0],
             policy_rejected=outputs[:, 1] if loss.needs_rejected else None,
             rejected_length=lengths[:, 1] if loss.needs_rejected else None,
-            reference_chosen=None if reference is None else reference[:, 0],
-            reference_rejected=None if reference is None else reference[:, 1],
+            reference_chosen=None if known is None else known[:, 0],
+            reference_rejected=None if known is None else known[:, 1],
             margin=torch.from_numpy(tokens.margins[rows]).to(device) if loss.needs_margin else None,
             reward_chosen=outputs[:, 2] if loss.needs_reward else None,
             reward_rejected=outputs[:, 3] if loss.needs_reward else None,
@@ -133,7 +153,8 @@ class LossTrainer:
             return model.forward.top(pairs, trunk, rejected=loss.needs_rejected, rewards=loss.needs_reward)
 
         def losses(outputs: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return loss(self._batch(outputs, rows, loss, self._references.training), settings)
+            reference = self._reference(rows) if loss.needs_reference else None
+            return loss(self._batch(outputs, rows, loss, reference), settings)
 
         if len(groups) == 1:
             values, metrics = losses(forward(0), rows)
@@ -157,10 +178,64 @@ class LossTrainer:
         return {"loss": mean, **{name: float(value) for name, value in metrics.items()}}
 
 
+class ThumbTrainer(LossTrainer):
+    """Trains on objectives that read thumbs.
+
+    Each batch passes through the model as pairs of a response and the next response of the batch, so both
+    share a prompt. The reference does too, at the start of a phase: as batches are drawn anew, its outputs
+    are not cached.
+    """
+
+    def __init__(self, model: PairModel, references: ReferenceLogprobs) -> None:
+        super().__init__(model, references)
+        self._known: dict[bytes, npt.NDArray[np.float32]] = {}
+
+    def _parts(self, batch: Rows, loss: PairLoss, size: int) -> list[Rows]:
+        return [mismatched(part) for part in super()._parts(batch, loss, size)]
+
+    def _fill(self, loss: PairLoss, parts: list[Rows], rows: Rows) -> None:
+        self._known = {part.tobytes(): self._references.mismatched(part) for part in parts}
+
+    def _reference(self, part: Rows) -> npt.NDArray[np.float32]:
+        return self._known[part.tobytes()]
+
+    def _scoring_reference(self, part: Rows) -> npt.NDArray[np.float32]:
+        return self._references.mismatched(part)
+
+    def _batch(
+        self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, reference: npt.NDArray[np.float32] | None
+    ) -> ThumbBatch:
+        known = torch.from_numpy(reference).to(outputs.device)
+        up = torch.from_numpy(thumbs(self._model.tokens.lengths[rows[:, 0]]) > 0).to(outputs.device)
+        ratio = outputs[:, 1].detach() - known[:, 1]
+        # A batch of one has no mismatched response.
+        ratio = ratio if len(rows) > 1 else torch.zeros_like(ratio)
+        return ThumbBatch(outputs[:, 0], known[:, 0], ratio, up)
+
+
+def check_feedback(name: str, labels: npt.NDArray[np.int8]) -> None:
+    """Check that an objective can train on rows with these thumbs (:func:`prefed.data.tokens.thumbs`).
+
+    Raises:
+        ValueError: it trains on pairs, and these are thumbs, or the reverse.
+    """
+    unpaired = (loss := OBJECTIVES.get(name)) is not None and loss.unpaired
+    if unpaired and not labels.all():
+        raise ValueError(
+            f"objective {name!r} trains on thumbs, but the training data are pairs; use 'kto_pair', or read "
+            'every pair as two thumbs with [data] format = "thumbs"'
+        )
+    if not unpaired and labels.any():
+        raise ValueError(
+            f"objective {name!r} trains on pairs, but the training data are thumbs, with one response per "
+            "row; use objective 'kto' in a method that has this setting"
+        )
+
+
 class ChoiceTrainer(LossTrainer):
     """Trains on :data:`prefed.train.losses.CHOICE`. Other objectives raise ``ValueError``."""
 
-    def _find(self, objective: Objective) -> PairLoss:
+    def _find(self, objective: Objective, rows: Rows) -> PairLoss:
         if objective.name != CHOICE.name:
             raise ValueError(
                 f"objective {objective.name!r} cannot train a selector; use objective {CHOICE.name!r}"
@@ -168,6 +243,6 @@ class ChoiceTrainer(LossTrainer):
         return CHOICE
 
     def _batch(
-        self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, references: PairScoreCache
+        self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, reference: npt.NDArray[np.float32] | None
     ) -> ChoiceBatch:
         return ChoiceBatch(outputs, torch.from_numpy(self._model.signs(rows)).to(outputs.device))

@@ -64,7 +64,17 @@ class PairModel:
 
     def pairs(self, rows: Rows) -> list[Pair]:
         """Return the token ids of ``rows``."""
-        return [self.tokens.pair(int(row)) for row in rows]
+        return [self.tokens.pair(*each) for each in rows.reshape(len(rows), -1).tolist()]
+
+    def _lengths(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """Return ``[n, 3]`` numbers of tokens of :meth:`pairs`."""
+        lengths = self.tokens.lengths[rows].astype(np.int64)
+        if rows.ndim == 1:
+            return lengths
+        prompts, responses = lengths[:, 0, 0], lengths[:, :, 1:].max(2)
+        assert self.tokens.max_length is not None
+        room = self.tokens.max_length - prompts
+        return np.stack([prompts, responses[:, 0], np.minimum(responses[:, 1], room)], 1)
 
     def signs(self, rows: Rows) -> npt.NDArray[np.float32]:
         """Return ``[n]`` +1 if the alphabetically first response is the chosen one, else −1."""
@@ -77,7 +87,7 @@ class PairModel:
         it counts with each response, padded to the longest sequence of the group, and the group has at most
         :data:`MAX_LOGITS` completion logits.
         """
-        lengths = self.tokens.lengths[rows, : 3 if rejected else 2].astype(np.int64)
+        lengths = self._lengths(rows)[:, : 3 if rejected else 2]
         completion = lengths[:, 1:].sum(1)
         longest, responses = lengths[:, 0] + lengths[:, 1:].max(1), lengths.shape[1] - 1
         packed, most = self._packed, MAX_LOGITS // self._vocabulary
@@ -246,6 +256,11 @@ class ReferenceLogprobs:
             self.training,
             [block for block in blocks if np.isin(block, rows).any() and self.training.missing(block)],
         )
+
+    def mismatched(self, rows: Rows) -> npt.NDArray[np.float32]:
+        """Return ``[n, 2]`` log π_ref of mismatched ``rows`` ``[n, 2]``, which are not cached."""
+        self._model.backbone.load(self._model.backbone.reference)
+        return self._model.outputs(rows, rewards=self._model.backbone.reward is not None)[:, :2]
 
     def _compute(self, cache: PairScoreCache, blocks: list[Rows]) -> None:
         """Store the outputs of ``blocks`` in ``cache``, one pass or more per block."""

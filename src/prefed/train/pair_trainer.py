@@ -1,4 +1,4 @@
-"""Train and score client tensors on preference pairs: for any rows, for one visit, and for a whole run."""
+"""Train and score client tensors on pairs and thumbs: for any rows, for one visit, and for a whole run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import torch
 from prefed.core import POOLED, Key, Objective, Ownership, Phase, PhaseResult, Round, Tensors, Upload
 from prefed.core.tensors import Layered
 from prefed.data import ClientData, ClientSizes, FederatedDataset, ResponseEncoder, Template, TokenSet
+from prefed.data.tokens import thumbs
 from prefed.models import Backbone
 from prefed.models.adapters import save_adapter
 from prefed.models.backbone import model_digest
-from prefed.train.loss_trainer import ChoiceTrainer, LossTrainer
-from prefed.train.losses import LATENT, PPO
-from prefed.train.metrics import ChoiceScores, PairScores
+from prefed.train.loss_trainer import ChoiceTrainer, LossTrainer, ThumbTrainer
+from prefed.train.losses import LATENT, OBJECTIVES, PPO
+from prefed.train.metrics import ChoiceScores, PairScores, ThumbScores
 from prefed.train.optimizer_steps import Visit, first_loss_scale
-from prefed.train.pair_cache import Rows
+from prefed.train.pair_cache import Rows, mismatched
 from prefed.train.pair_model import PairModel, ReferenceLogprobs, check_lengths
 from prefed.train.ppo import PPOTrainer
 from prefed.train.rewards import Rewards
@@ -92,6 +93,7 @@ class PairTrainer:
             self._loss_trainer = LossTrainer(self.model, self.references)
         else:
             self._loss_trainer = ChoiceTrainer(self.model, self.references)
+        self._thumb_trainer = ThumbTrainer(self.model, self.references)
         self._latent: LatentTrainer | None = None
         if Z in backbone.layout and tokens.letters is not None:
             tokenizer, context = backbone.tokenizer, backbone.window or sys.maxsize
@@ -102,17 +104,30 @@ class PairTrainer:
 
     def trainer(self, objective: Objective) -> ObjectiveTrainer:
         """Return the trainer of an objective."""
-        return self.trainers.get(objective.name, self._loss_trainer)
+        loss = OBJECTIVES.get(objective.name)
+        other = self._thumb_trainer if loss is not None and loss.unpaired else self._loss_trainer
+        return self.trainers.get(objective.name, other)
 
     def visit(self, rows: Rows, key: Key, ownership: Ownership) -> PairVisit:
         """Return a visit to the pairs ``rows``."""
         return PairVisit(rows, key, ownership, self)
 
-    def score(self, tensors: Tensors, rows: Rows) -> PairScores | ChoiceScores:
+    def score(self, tensors: Tensors, rows: Rows) -> PairScores | ChoiceScores | ThumbScores:
         """Score ``rows`` under ``tensors`` and under the base model, without dropout.
 
         Scores are log-probabilities, or log-odds if the pairs are choices.
+
+        Raises:
+            ValueError: some of ``rows`` are pairs and some thumbs.
         """
+        labels = thumbs(self.model.tokens.lengths[rows])
+        if labels.any():
+            if not labels.all():
+                raise ValueError("some of the rows are pairs and some are thumbs; score them separately")
+            both = mismatched(rows)
+            reference = self.references.mismatched(both)
+            self.backbone.load(tensors)
+            return ThumbScores(self.model.outputs(both), reference, labels > 0)
         self.references.fill_scoring(_not_empty(rows))
         if self.model.tokens.letters is not None:
             signs, orders = self.model.signs(rows)[:, None], self._orders(tensors, rows)
@@ -330,7 +345,7 @@ class PairTrainerFactory:
 
     def score(
         self, client: str, tensors: Tensors, split: Literal["train", "validation", "test"]
-    ) -> PairScores | ChoiceScores:
+    ) -> PairScores | ChoiceScores | ThumbScores:
         """Return the scores of a split of a client's pairs under ``tensors`` (full layout)."""
         return self.pair_trainer.score(tensors, getattr(self._data(client), split))
 

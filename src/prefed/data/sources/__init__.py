@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prefed.data.config import Columns, DataConfig, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
@@ -45,7 +46,7 @@ def read_records(
     errors: ErrorCollector,
     counts: ReadCounts,
 ) -> Iterator[tuple[Record, RowLocation]]:
-    """Yield the preference pairs of one source, in order.
+    """Yield the pairs or thumbs of one source, in order.
 
     Args:
         source: a file, a folder or a hub dataset.
@@ -215,7 +216,7 @@ def read_rows(
 
 
 def _record(raw: RawPair, domain: str | None, config: DataConfig, counts: ReadCounts) -> Record | None:
-    """Return the record of a pair, or ``None`` if the responses are equal or one is too short."""
+    """Return the record of a pair or thumb, or ``None`` if the responses are equal or one is too short."""
     prompt, chosen, rejected, repeated_prompt = split_prompt(raw)
     if config.score == "whole":
         chosen, rejected = whole_texts(prompt, (chosen, rejected), config.tail_characters)
@@ -223,18 +224,18 @@ def _record(raw: RawPair, domain: str | None, config: DataConfig, counts: ReadCo
     if min(len(chosen), len(rejected)) < (config.min_characters or 0):
         counts.short += 1
         return None
-    if chosen == rejected:
+    if chosen == rejected and raw.label is None:
         counts.identical += 1
         return None
     counts.prefixes += repeated_prompt
-    return Record(
-        prompt,
-        chosen,
-        rejected,
-        margin=raw.margin,
-        client=raw.client,
-        category=raw.category,
-        domain=raw.domain or domain,
-        split=raw.split,
-        extra=raw.extra,
-    )
+    columns: dict[str, Any] = {
+        "margin": raw.margin,
+        "client": raw.client,
+        "category": raw.category,
+        "domain": raw.domain or domain,
+        "split": raw.split,
+        "extra": raw.extra,
+    }
+    if raw.label is not None:
+        return Record.thumb(prompt, chosen, up=raw.label, **columns)
+    return Record(prompt, chosen, rejected, **columns)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -16,6 +16,7 @@ from prefed.core.plugins import Registry
 from prefed.data.config import Columns
 from prefed.data.encoding import instruction
 from prefed.data.errors import DataError, RowError
+from prefed.data.record import plain_prompt
 from prefed.data.sources.files import Row
 from prefed.data.sources.pairs import (
     RawPair,
@@ -26,6 +27,7 @@ from prefed.data.sources.pairs import (
     parse_name,
     parse_number,
     parse_split,
+    split_prompt,
     text_at,
     user_turn,
     usual_columns,
@@ -39,7 +41,7 @@ class Format:
 
     Attributes:
         name: value of ``data.format``.
-        convert: turns a row into a pair, or into a list of pairs if a row has several comparisons. ``None``
+        convert: turns a row into a pair or a thumb, or into a list of them if a row has several. ``None``
             instead of a pair means that the source prefers neither response.
         hub: name of the dataset on the hub, accepted instead of ``name``; empty if there is none.
         detected_by: columns that identify the format, separated by spaces; empty if it cannot be detected.
@@ -273,15 +275,32 @@ def pairs_format(columns: Columns | None = None) -> Format:
 
     Prompt, chosen and rejected are texts or lists of messages. Without a prompt, chosen and rejected are
     whole dialogues. If ``columns`` is not given, the columns margin, client, category, domain and split are
-    used if present.
+    used if present. With columns for a thumb, the rows are thumbs.
     """
 
     def to_pair(row: Row) -> RawPair:
         if columns is not None:
-            return pair_from_columns(row, columns, columns.prompt)
+            return pair_from_columns(row, columns, columns.prompt or ("prompt" if columns.thumb else None))
         return pair_from_columns(row, usual_columns(row), "prompt" if "prompt" in row else None)
 
     return Format("pairs", to_pair)
+
+
+def _thumbs(row: Row) -> list[RawPair | None]:
+    """Convert prompt, completion and label, as in TRL. A row with chosen and rejected becomes two thumbs."""
+    usual = usual_columns(row)
+    if "label" in row or not {"chosen", "rejected"} <= row.keys():
+        named = usual.model_copy(update={"completion": "completion", "label": "label"})
+        return [pair_from_columns(row, named, "prompt")]
+    both = pairs_format().convert(row)
+    assert isinstance(both, RawPair)
+    prompt, chosen, rejected, _ = split_prompt(both)
+    if chosen == rejected:
+        return [None]
+    return [
+        replace(both, prompt=plain_prompt(prompt), chosen=text, rejected=text, label=up)
+        for text, up in ((chosen, True), (rejected, False))
+    ]
 
 
 def _shp(row: Row) -> RawPair:
@@ -431,6 +450,7 @@ def _instruction(row: Row) -> RawPair:
 
 _ALL = (
     pairs_format(),
+    Format("thumbs", _thumbs, "trl-lib/kto-mix-14k", "prompt completion label"),
     Format("hh-rlhf", pairs_format().convert, "Anthropic/hh-rlhf", subset_is_folder=True),
     Format("shp", _shp, "stanfordnlp/SHP", "history human_ref_A human_ref_B labels", subset_is_folder=True),
     Format("shp-responses", _shp_responses, subset_is_folder=True),
@@ -537,11 +557,6 @@ _PROMPTS = {"prompt", "question", "instruction", "input", "query", "context", "h
 
 def _help(row: Row) -> str:
     """Return a hint for turning rows with unknown columns into pairs."""
-    if {"completion", "label"} <= row.keys():
-        return (
-            "unpaired feedback, as used by KTO, is not supported; give two responses to each prompt, in the "
-            "columns prompt, chosen and rejected"
-        )
     if {"interaction_id", "user_prompt", "model_response"} <= row.keys():
         return (
             "these are PRISM utterances, with one response per row; use conversations.jsonl, which contains "
@@ -549,7 +564,10 @@ def _help(row: Row) -> str:
         )
     texts = [name for name, item in row.items() if name not in _PROMPTS and _may_respond(item)]
     if len(texts) < 2:
-        return "give two responses to each prompt, in the columns prompt, chosen and rejected"
+        return (
+            "give two responses to each prompt, in the columns prompt, chosen and rejected, or one with a "
+            "thumb, in the columns prompt, completion and label"
+        )
     if chooser := next((str(name) for name in row if str(name).lower() in _CHOICES), None):
         return (
             f"use the columns prompt, chosen and rejected. If {chooser!r} names the better response, write "

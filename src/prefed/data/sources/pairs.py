@@ -40,7 +40,10 @@ _LONGEST = 1000
 
 @dataclass
 class RawPair:
-    """A pair as read from a row. Prompt and responses may be text, messages or whole dialogues."""
+    """A pair as read from a row. Prompt and responses may be text, messages or whole dialogues.
+
+    A thumb has its response as both ``chosen`` and ``rejected``, and a ``label``.
+    """
 
     prompt: Any
     chosen: Any
@@ -51,6 +54,7 @@ class RawPair:
     domain: str | None = None
     split: Split | None = None
     extra: dict[str, str | float | int] = field(default_factory=dict)
+    label: bool | None = None
 
 
 def value_at(row: Row, path: str) -> Any:
@@ -141,26 +145,33 @@ def user_turn(content: str, system: Any = None) -> list[dict[str, str]]:
 
 
 def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair:
-    """Return the pair in the named columns. ``prompt`` is ``None`` if the responses contain the prompt.
+    """Return the pair or thumb in the named columns.
+
+    Args:
+        prompt: the column of the prompt; ``None`` if the responses contain it.
 
     Raises:
-        RowError: a named column is missing, or the margin, client or split is malformed.
+        RowError: a named column is missing, or the margin, client, split or label is malformed.
     """
     start = None if prompt is None else value_at(row, prompt)
     if prompt is not None and start is None:
         raise RowError(f"{prompt} is missing")
     named = [columns.margin, columns.client, columns.category, columns.domain, columns.split]
-    used = [name for name in (prompt, columns.chosen, columns.rejected, *named) if name is not None]
+    completion, label = columns.thumb or (None, None)
+    responses = [columns.chosen, columns.rejected] if completion is None else [completion, completion]
+    used = [name for name in (prompt, *responses, label, *named) if name is not None]
+    chosen, rejected = (value_at(row, name) for name in responses)
     return RawPair(
         prompt=start,
-        chosen=value_at(row, columns.chosen),
-        rejected=value_at(row, columns.rejected),
+        chosen=chosen,
+        rejected=rejected,
         margin=None if columns.margin is None else number_at(row, columns.margin),
         client=_name_at(row, columns.client),
         category=_name_at(row, columns.category),
         domain=_name_at(row, columns.domain),
         split=None if columns.split is None else parse_split(value_at(row, columns.split)),
         extra=extra_columns(row, used),
+        label=None if label is None else parse_label(value_at(row, label), label),
     )
 
 
@@ -200,6 +211,24 @@ def parse_name(item: Any, name: str) -> str | None:
     raise RowError(f"{name} must be a text or an integer, not {item!r}")
 
 
+_LABELS = {"1": True, "true": True, "up": True, "0": False, "false": False, "down": False}
+
+
+def parse_label(item: Any, name: str) -> bool:
+    """Parse a thumb: true, 1 or "up", or false, 0 or "down".
+
+    Raises:
+        RowError: the value is none of these.
+    """
+    plain = int(item) if isinstance(item, float) and item.is_integer() else item
+    if str(plain).lower() not in _LABELS:
+        raise RowError(
+            f"{name} must be true or 1 for a thumb up, or false or 0 for a thumb down, not "
+            f"{reprlib.repr(item)}"
+        )
+    return _LABELS[str(plain).lower()]
+
+
 def parse_split(item: Any) -> Split | None:
     """Parse the name of a split; ``None`` stays ``None``.
 
@@ -223,6 +252,8 @@ def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bo
     - Two lists of messages each end with one assistant message, the response. Their common beginning, after
       the given prompt, if any, is the prompt.
 
+    For a thumb, the two responses are the same.
+
     Returns:
         Prompt, chosen response, rejected response, and whether a repeated prompt was removed.
 
@@ -230,13 +261,16 @@ def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bo
         RowError: the pair has none of these forms.
     """
     prompt, chosen, rejected = pair.prompt, pair.chosen, pair.rejected
-    for name, item in (("chosen", chosen), ("rejected", rejected)):
+    names = ("chosen", "rejected") if pair.label is None else ("completion", "completion")
+    for name, item in zip(names, (chosen, rejected), strict=True):
         if not isinstance(item, str | list | tuple):
             raise _mismatch(name, "text or a list of messages", item)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError("chosen and rejected must be both text or both lists of messages")
     if not isinstance(chosen, str):
-        both = parse_messages(chosen, "chosen"), parse_messages(rejected, "rejected")
+        both = parse_messages(chosen, names[0]), parse_messages(rejected, names[1])
+        if pair.label is not None and both[0][-1].role != "assistant":
+            raise RowError(f"completion must end with an assistant message, not {both[0][-1].role}")
         return (*_split_conversation(prompt, *both), False)
     if prompt is None:
         return (*split_dialogue(chosen, rejected), False)

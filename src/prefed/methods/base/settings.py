@@ -87,6 +87,12 @@ class TrainingSettings(StrictModel):
     def goal(self) -> Objective:
         """The loss that clients minimise."""
 
+    @property
+    def unpaired(self) -> bool:
+        """Whether clients train on thumbs instead of pairs."""
+        loss = OBJECTIVES.get(self.goal().name)
+        return loss is not None and loss.unpaired
+
     def batches(self) -> tuple[int, int]:
         """Pairs in a batch, and batches that make an optimiser step."""
         return self.batch_size, self.accumulate
@@ -230,7 +236,11 @@ class LocalSettings(TrainingSettings):
     def _known_objective(self) -> LocalSettings:
         if "beta" in self.objective_settings:
             raise ValueError("set beta as a setting of the method, not in objective_settings")
-        self.goal()
+        if self.unpaired and self.batch_size < 2:
+            raise ValueError(
+                f"objective {self.objective!r} reads a KL divergence from the other thumbs of a batch; set "
+                "batch_size to 2 or more"
+            )
         return self
 
     def goal(self) -> Objective:

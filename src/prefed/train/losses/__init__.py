@@ -1,4 +1,4 @@
-"""Objectives as pure functions of log-probabilities: DPO and its variants, PDPO, SFT, PPO.
+"""Objectives as pure functions of log-probabilities: DPO and its variants, KTO, PDPO, SFT, PPO.
 
 Losses of selectors take log-odds of choices.
 """
@@ -6,11 +6,13 @@ Losses of selectors take log-odds of choices.
 from prefed.train.losses.batch import LossOutput, PairBatch, reward_metrics
 from prefed.train.losses.preference import (
     ChoiceBatch,
+    ThumbBatch,
     cdpo,
     choice,
     dpo,
     hinge,
     ipo,
+    kto,
     kto_pair,
     odpo,
     orpo,
@@ -31,11 +33,13 @@ __all__ = [
     "ObjectiveSpec",
     "PairBatch",
     "PairLoss",
+    "ThumbBatch",
     "cdpo",
     "choice",
     "dpo",
     "hinge",
     "ipo",
+    "kto",
     "kto_pair",
     "objective",
     "odpo",

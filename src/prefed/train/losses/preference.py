@@ -1,4 +1,4 @@
-"""Losses on preference pairs: DPO and its variants, KTO, PDPO, SimPO, ORPO, SFT; and the loss of selectors.
+"""Losses on preference pairs: DPO and its variants, PDPO, SimPO, ORPO, SFT; on thumbs: KTO; and of selectors.
 
 Losses with a reference use Δ_ir = [log π_θ(y_w|x) − log π_ref(y_w|x)] − [log π_θ(y_l|x) − log π_ref(y_l|x)].
 β Δ_ir is the difference of the implicit rewards. Both algorithms in distributed DPO (arXiv:2605.20696) print
@@ -265,6 +265,67 @@ def outliers(delta: Tensor, k: float, most: float) -> Tensor:
         far = torch.zeros_like(far)
         far[away.sort(descending=True, stable=True).indices[:allowed]] = True
     return far.to(delta.device)
+
+
+@dataclass(frozen=True)
+class ThumbBatch:
+    """B responses with thumbs. Log-probabilities are in nats and summed over the completion.
+
+    Attributes:
+        policy: ``[B]`` log π_θ(y_i|x_i).
+        reference: ``[B]`` log π_ref(y_i|x_i).
+        mismatched: ``[B]`` log π_θ(y'_i|x_i) − log π_ref(y'_i|x_i) of an unrelated response y'_i, usually
+            y_{i+1} of the batch. It is used without its gradient.
+        up: ``[B]`` bool, true for a thumb up.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+
+    policy: Tensor
+    reference: Tensor
+    mismatched: Tensor
+    up: Tensor
+
+    def __post_init__(self) -> None:
+        shapes = {tuple(each.shape) for each in (self.policy, self.reference, self.mismatched, self.up)}
+        if shapes != {(len(self),)}:
+            raise ValueError(f"the tensors of {len(self)} thumbs have shapes {sorted(shapes)}; expected (B,)")
+
+    def __len__(self) -> int:
+        return self.up.numel()
+
+
+def kto(batch: ThumbBatch, *, beta: float, desirable: float, undesirable: float) -> LossOutput:
+    """λ_D σ(β (z_0 − r)) for a thumb up, λ_U σ(β (r − z_0)) for a thumb down: KTO (arXiv:2402.01306), eq. 7.
+
+    r is the log-ratio of the response. The reference point z_0 = max(0, mean of the mismatched log-ratios),
+    shared by the batch and without gradient, estimates the KL divergence of the policy from the reference.
+    The paper's value λ_y − v is this loss. A larger batch gives a less noisy z_0.
+
+    Metrics: ``accuracy``, the share of thumbs for which r − z_0 has the sign of the thumb (0 counts as down);
+    ``margin``, the mean of β (r − z_0), negated for a thumb down; ``kl``, z_0 in nats.
+
+    Args:
+        desirable: λ_D, the weight of thumbs up.
+        undesirable: λ_U, the weight of thumbs down.
+
+    >>> zero = torch.zeros(2)
+    >>> batch = ThumbBatch(zero, zero, torch.tensor([3.0, 1.0]), torch.tensor([True, False]))
+    >>> loss, metrics = kto(batch, beta=0.1, desirable=1.0, undesirable=2.0)
+    >>> loss, metrics["kl"].item(), metrics["accuracy"].item()
+    (tensor([0.5498, 0.9003]), 2.0, 0.5)
+    """
+    ratio = batch.policy - batch.reference
+    point = batch.mismatched.detach().mean().clamp(min=0)
+    gain = beta * (ratio - point) * torch.where(batch.up, 1.0, -1.0)
+    weight = torch.full_like(gain.detach(), undesirable).masked_fill(batch.up, desirable)
+    above = ratio.detach() > point
+    return weight * torch.sigmoid(-gain), {
+        "accuracy": (above == batch.up).to(ratio.dtype).mean(),
+        "margin": gain.detach().mean(),
+        "kl": point,
+    }
 
 
 @dataclass(frozen=True)

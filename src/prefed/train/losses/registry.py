@@ -13,11 +13,13 @@ from prefed.core.text import did_you_mean
 from prefed.train.losses.batch import LossOutput, PairBatch
 from prefed.train.losses.preference import (
     ChoiceBatch,
+    ThumbBatch,
     cdpo,
     choice,
     dpo,
     hinge,
     ipo,
+    kto,
     kto_pair,
     odpo,
     orpo,
@@ -101,7 +103,7 @@ class ObjectiveSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PairLoss(ObjectiveSpec):
-    """An objective on preference pairs: a pure function of log-probabilities, and the inputs it needs.
+    """An objective on pairs or thumbs: a pure function of log-probabilities, and the inputs it needs.
 
     A call validates the settings and fills in defaults; the pure functions do neither.
 
@@ -111,6 +113,7 @@ class PairLoss(ObjectiveSpec):
         needs_rejected: uses the rejected responses.
         needs_margin: uses the margin column of the data.
         needs_reward: uses scores of an explicit reward head.
+        unpaired: reads thumbs, as a :class:`~prefed.train.losses.ThumbBatch`, instead of pairs.
         batch_statistics: the loss of a pair depends on the other pairs of its batch.
         by_batch: with gradient accumulation, each batch has its own statistics.
         memory: initial values of the state carried from step to step. The function takes each as an argument
@@ -122,6 +125,7 @@ class PairLoss(ObjectiveSpec):
     needs_rejected: bool = True
     needs_margin: bool = False
     needs_reward: bool = False
+    unpaired: bool = False
     batch_statistics: bool = False
     by_batch: bool = False
     memory: Mapping[str, float] = field(default_factory=dict)
@@ -131,7 +135,7 @@ class PairLoss(ObjectiveSpec):
         object.__setattr__(self, "memory", MappingProxyType(dict(self.memory)))
 
     def __call__(
-        self, batch: PairBatch | ChoiceBatch, settings: Mapping[str, float] | None = None
+        self, batch: PairBatch | ThumbBatch | ChoiceBatch, settings: Mapping[str, float] | None = None
     ) -> LossOutput:
         """Return losses per pair ``[B]`` and detached scalar metrics.
 
@@ -166,6 +170,14 @@ _LOSSES = (
         kto_pair,
         "KTO, arXiv:2402.01306, eq. 7",
         defaults={"beta": 0.1, "desirable": 1.0, "undesirable": 1.0},
+        batch_statistics=True,
+        by_batch=True,
+    ),
+    _entry(
+        kto,
+        "KTO, arXiv:2402.01306, eq. 7, on thumbs",
+        defaults={"beta": 0.1, "desirable": 1.0, "undesirable": 1.0},
+        unpaired=True,
         batch_statistics=True,
         by_batch=True,
     ),

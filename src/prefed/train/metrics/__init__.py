@@ -1,4 +1,4 @@
-"""Metrics of models on preference pairs, per client and over clients."""
+"""Metrics of models on preference pairs and thumbs, per client and over clients."""
 
 from prefed.core.records import FederatedMetric
 from prefed.train.metrics.clients import (
@@ -30,6 +30,7 @@ from prefed.train.metrics.pairs import (
     majority,
     selector_metrics,
 )
+from prefed.train.metrics.thumbs import THUMB_METRICS, ThumbScores, thumb_metrics
 
 __all__ = [
     "ACCURACY_METRICS",
@@ -38,11 +39,13 @@ __all__ = [
     "MEAN_METRICS",
     "POLICY_METRICS",
     "REWARD_METRICS",
+    "THUMB_METRICS",
     "ChoiceScores",
     "FederatedMetric",
     "Metric",
     "PairScores",
     "Spread",
+    "ThumbScores",
     "choice_metrics",
     "client_metrics",
     "collapse_warning",
@@ -59,4 +62,5 @@ __all__ = [
     "selector_metrics",
     "small_clients_note",
     "spread",
+    "thumb_metrics",
 ]

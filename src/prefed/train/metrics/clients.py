@@ -76,15 +76,18 @@ def federated_metrics(
             f"(the most are {max(pairs[client] for client in metrics)}), so no metric can be reported"
         )
     include_small = privacy.may_report(sum(pairs[client] for client in small))
-    names = [name for name in next(iter(metrics.values()), {}) if name != "not_finite"]
+    names = dict.fromkeys(name for own in metrics.values() for name in own if name != "not_finite")
+    # Some metrics of thumbs are not defined for every client.
+    by_name = {name: {client: own[name] for client, own in metrics.items() if name in own} for name in names}
     return {
         name: federated_metric(
-            {client: own[name] for client, own in metrics.items()},
+            values,
             loss=name in LOWER_IS_BETTER,
-            small=small,
+            small=[client for client in small if client in values],
             include_small=include_small,
         )
-        for name in names
+        for name, values in by_name.items()
+        if not values.keys() <= set(small)
     }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefed.core.plugins import Registry
+from prefed.train.metrics.thumbs import THUMB_METRICS
 
 ACCURACY_METRICS = (
     "preference_accuracy",
@@ -23,7 +24,7 @@ ACCURACY_METRICS = (
     "majority_accuracy",
 )
 """Metrics that are shares of a client's pairs. Runs record them per client."""
-MEAN_METRICS = ("margin", "explicit_margin", "dpo_loss", "choice_loss")
+MEAN_METRICS = ("margin", "explicit_margin", "dpo_loss", "choice_loss", *THUMB_METRICS)
 """All other metrics. Runs record only their mean over clients."""
 REWARD_METRICS = ("combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin")
 """Metrics of models with an explicit reward head only."""
@@ -31,7 +32,7 @@ CHOICE_METRICS = ("majority_accuracy", "choice_loss")
 """Metrics of selectors only; the first requires several selectors."""
 POLICY_METRICS = ("normalized_accuracy", "dpo_loss")
 """Metrics of policies only, besides :data:`REWARD_METRICS`."""
-LOWER_IS_BETTER = frozenset({"dpo_loss", "choice_loss"})
+LOWER_IS_BETTER = frozenset({"dpo_loss", "choice_loss", "kto_loss"})
 """Metrics whose highest value is the worst."""
 
 
@@ -60,8 +61,8 @@ class Metric:
 
     Attributes:
         name: its key in ``summary.json``.
-        function: scores of n pairs (:class:`PairScores`; of selectors, :class:`ChoiceScores`) → ``[n]``, each
-            from 0 to 1.
+        function: scores of n pairs (:class:`PairScores`; of selectors, :class:`ChoiceScores`) or thumbs
+            (:class:`~prefed.train.metrics.ThumbScores`) → ``[n]``, each from 0 to 1.
     """
 
     name: str

@@ -1,0 +1,121 @@
+"""Whole runs on thumbs: shared and personal models, paired test data, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from finished import small_experiment, small_place
+from prefed import Experiment, run
+from prefed.config import ConfigError
+from prefed.runs.evaluate import evaluate, evaluate_file
+from prefed.runs.loaded_run import load_run
+
+THUMBS = {"preference_accuracy", "reward_accuracy", "baseline_accuracy", "margin", "kto_loss"}
+REWARDS = {"reward_up", "reward_down"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The small place, each of its pairs as two thumbs too; the worker "left" has no test thumb down."""
+    folder = small_place(tmp_path_factory.mktemp("thumbs"))
+    for name in ("train", "test"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        thumbs = [
+            {
+                "prompt": row["prompt"],
+                "completion": row[key],
+                "label": key == "chosen",
+                "worker": row["worker"],
+            }
+            for row in rows
+            for key in ("chosen", "rejected")
+            if key == "chosen" or name == "train" or row["worker"] == "right"
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in thumbs)
+        (folder / f"thumbs-{name}.jsonl").write_text(lines)
+    return folder
+
+
+def experiment(place, method="feddpo", *, test="thumbs-test", train="thumbs-train", **settings):
+    tree = small_experiment(place)
+    tree["data"] |= {"train": str(place / f"{train}.jsonl"), "test": str(place / f"{test}.jsonl")}
+    tree["method"] |= {"name": method, "objective": "kto", **settings}
+    return tree
+
+
+def trained(tree, path):
+    run(Experiment.model_validate(tree), path)
+    return json.loads((path / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("method", ["feddpo", "fedper"])
+def test_a_run_on_thumbs(place, method, tmp_path):
+    """Metrics of thumbs, the mean rewards over the clients that have them; an evaluation repeats them."""
+    summary = trained(experiment(place, method), tmp_path / "run")
+    assert {*summary} >= THUMBS | REWARDS
+    assert not {"dpo_loss", "normalized_accuracy"} & {*summary}
+    assert ("shared_accuracy" in summary) == (method == "fedper")
+    assert summary["baseline_accuracy"]["per_client"] == {"left": 0.0, "right": 0.5}
+    assert summary["clients"]["left"]["train"] == 16
+    assert summary["loss"] < 0.5
+    again = evaluate(load_run(tmp_path / "run", data=True))
+    for name in THUMBS | REWARDS:
+        told = summary[name]
+        told = told if isinstance(told, float) else told["mean"]
+        assert again.figures[name]["mean"] == pytest.approx(told, rel=1e-6)
+    assert [*again.figures["reward_down"]["per_client"]] == ["right"]
+
+
+def test_paired_test_data(place, tmp_path):
+    """A policy trained on thumbs is compared on pairs as any other, in the run and afterwards."""
+    summary = trained(experiment(place, test="test"), tmp_path / "run")
+    assert "dpo_loss" in summary
+    assert not (REWARDS | {"kto_loss"}) & {*summary}
+    loaded = load_run(tmp_path / "run", data=True)
+    found = evaluate_file(loaded, str(place / "test.jsonl"))
+    assert found.figures["preference_accuracy"] == summary["preference_accuracy"]
+    of_thumbs = evaluate_file(loaded, str(place / "thumbs-test.jsonl"))
+    assert {*of_thumbs.figures} == THUMBS | REWARDS
+
+
+def test_the_same_thumbs_from_pairs(place, tmp_path):
+    """Pairs read with format "thumbs" train bit for bit as the file of their thumbs."""
+    tree = experiment(place, train="train", test="test")
+    tree["data"] = tree["data"] | {"train": {"path": tree["data"]["train"], "format": "thumbs"}}
+    ours = trained(tree, tmp_path / "pairs")
+    theirs = trained(experiment(place, test="test"), tmp_path / "thumbs")
+    assert ours["loss"] == theirs["loss"]
+    assert ours["preference_accuracy"] == theirs["preference_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "dpo"}, "objective 'dpo' trains on pairs, but the training data are thumbs"),
+        ({"objective": "ppo"}, "objective 'ppo' trains on pairs"),
+        (
+            {"train": "train"},
+            "objective 'kto' trains on thumbs, but the training data are pairs; use 'kto_pair'",
+        ),
+        ({"batch_size": 1}, "set batch_size to 2 or more"),
+    ],
+)
+def test_what_is_refused(place, settings, message, tmp_path):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        run(Experiment.model_validate(experiment(place, **settings)), tmp_path / "run")
+
+
+@pytest.mark.parametrize("method", ["fedpdpo", "fedsft"])
+def test_methods_with_an_objective_of_their_own_refuse_thumbs(place, method, tmp_path):
+    tree = experiment(place, method)
+    del tree["method"]["objective"]
+    with pytest.raises(ConfigError, match="trains on pairs, but the training data are thumbs"):
+        run(Experiment.model_validate(tree), tmp_path / "run")
+
+
+def test_stopping_by_the_loss_is_refused(place):
+    tree = experiment(place) | {"stop": {"metric": "loss"}}
+    with pytest.raises(ValueError, match="use another metric, such as preference_accuracy"):
+        Experiment.model_validate(tree)
