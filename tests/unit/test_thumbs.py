@@ -45,8 +45,10 @@ def test_rows_as_trl_has_them(tmp_path):
 
 
 def test_tokens_of_a_thumb(tmp_path):
-    """One token per byte, and an end of text: "Q0:" has 3, " a0" 4, an empty prompt 1. Of the unrelated
-    response of 10 tokens, the 11 − 3 that fit after the prompt stay. A flip turns the thumb, not the response.
+    """One token per byte, and an end of text: "Q0:" has 3, " a0" 4, an empty prompt 1. Of the
+    unrelated response of 10 tokens, the 11 − 3 that fit after the prompt stay.
+
+    A flip turns the thumb, not the response.
     """
     rows = [thumb(0, True), thumb(1, False) | {"prompt": "", "completion": "123456789"}]
     tokens = build(tmp_path, rows, max_length=11).tokens
