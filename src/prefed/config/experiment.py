@@ -12,7 +12,16 @@ from pydantic import Field, ValidationError, model_validator
 
 from prefed.config.align import AlignConfig
 from prefed.config.errors import ConfigError, explain
-from prefed.config.file import Origins, allow_code, code_of, make_absolute, override, parse_toml, read_toml
+from prefed.config.file import (
+    Origins,
+    allow_code,
+    code_of,
+    make_absolute,
+    name_method,
+    override,
+    parse_toml,
+    read_toml,
+)
 from prefed.config.settings import (
     CohortConfig,
     EngineConfig,
@@ -34,9 +43,15 @@ from prefed.methods import METHODS
 from prefed.methods.base import VALUE
 from prefed.models import ModelConfig
 
+IN_MEMORY = "passed to run(data=...)"
+"""The data source of an experiment that was made in Python without one."""
+
 
 class Experiment(StrictModel):
     """All settings of a run.
+
+    In Python, ``data`` may lack ``train`` if pairs are passed to :func:`~prefed.runs.run.run`, and the name
+    of the method may be a :class:`~prefed.methods.MethodKind`.
 
     Raises:
         ConfigError: a key or a value is invalid; the message has one line per problem.
@@ -98,6 +113,10 @@ class Experiment(StrictModel):
     track: TrackConfig | None = Field(None, description="experiment trackers to log to; default: none")
 
     def __init__(self, **tables: Any) -> None:
+        data = tables.setdefault("data", {})
+        if isinstance(data, Mapping) and "train" not in data:
+            tables["data"] = {"train": IN_MEMORY, "partition": {"by": "file"}, **data}
+        name_method(tables)
         allow_code(tables)
         try:
             super().__init__(**tables)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from prefed.config.errors import ConfigError
 from prefed.core import plugins
+from prefed.methods import MethodKind
 
 Origins: TypeAlias = Mapping[tuple[str, ...], str]
 """Path of a key → the option that set it, for keys not set by the file."""
@@ -148,6 +149,22 @@ def code_names(tables: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
             yield table, key, kind
         elif isinstance(value, list):
             yield from ((value, index, kind) for index, each in enumerate(value) if isinstance(each, str))
+
+
+def name_method(tables: dict[str, Any]) -> None:
+    """Replace a method that is given as an object by its name or place.
+
+    Raises:
+        ConfigError: other processes cannot find the object.
+    """
+    method = tables.get("method")
+    table = dict(method) if isinstance(method, Mapping) else {"name": method}
+    if not isinstance(kind := table.get("name"), MethodKind):
+        return
+    try:
+        tables["method"] = {**table, "name": kind.place}
+    except plugins.PluginError as error:
+        raise ConfigError(str(error)) from error
 
 
 def allow_code(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from prefed.core.plugins import Registry
+from prefed.core.plugins import PluginError, Registry
 
 if TYPE_CHECKING:
     from prefed.core import Layout, Method
@@ -40,6 +42,28 @@ class MethodKind:
     @property
     def _module(self) -> ModuleType:
         return import_module(self.module or f"prefed.methods.{self.name}")
+
+    @property
+    def place(self) -> str:
+        """What names this method in an experiment: its name, or the file or module that defines this object.
+
+        Raises:
+            PluginError: it is not at the top level of the file or module that it names.
+        """
+        if METHODS.builtin.get(self.name) is self:
+            return self.name
+        module = sys.modules.get(self.module)
+        file = getattr(module, "__file__", None)
+        names = [name for name, value in vars(module).items() if value is self] if module else []
+        if self.module == "__main__" or not file or not names:
+            raise PluginError(
+                f"method {self.name!r} must be a variable in a file or package of its own, with "
+                "module=__name__, because worker processes and later commands load it from there: move it, "
+                f"e.g. to {self.name}.py, and import it"
+            )
+        # A file that is not in a package need not be importable elsewhere.
+        packaged = "." in self.module or hasattr(module, "__path__")
+        return f"{self.module if packaged else Path(file).resolve()}:{names[0]}"
 
     @property
     def source(self) -> str:

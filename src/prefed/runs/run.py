@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from prefed.config import Experiment, RayConfig
+from prefed.config import ConfigError, Experiment, RayConfig
+from prefed.config.experiment import IN_MEMORY
 from prefed.config.file import code_of
 from prefed.core import Callback, Callbacks, State
-from prefed.core.records import RoundRecord, Summary
+from prefed.core.records import RoundRecord, Summary, metrics_of_clients
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import decode_state
 from prefed.engines import (
@@ -33,6 +34,7 @@ from prefed.engines import (
 from prefed.models import ModelError
 from prefed.runs.build import build_job, job_factory
 from prefed.runs.data_notices import announce
+from prefed.runs.memory import Rows, from_memory
 from prefed.runs.start_or_resume import (
     build_in_cache,
     commit_start,
@@ -53,6 +55,9 @@ from prefed.runs.summary import (
 from prefed.store import RunReader, RunWriter
 from prefed.train.metrics import flat_loss_warning
 from prefed.train.pair_trainer import PairTrainerFactory
+
+if TYPE_CHECKING:
+    import pandas
 
 ADAPTERS = "adapters"
 SHARED = "shared"
@@ -81,6 +86,21 @@ class RunResult:
         """The content of ``rounds.jsonl``, one record per round."""
         return RunReader(self.path).rounds()
 
+    @cached_property
+    def clients(self) -> pandas.DataFrame:
+        """One row per client, by name: its pairs by split, and its metrics in the summary.
+
+        A metric is NaN for a client that was not evaluated, or that is too small to be listed separately.
+        """
+        import pandas  # a dependency of datasets
+
+        pairs = pandas.DataFrame.from_dict(self.summary["clients"], orient="index")
+        metrics = {
+            name: pandas.Series(metric["per_client"], dtype=float)
+            for name, metric in metrics_of_clients(self.summary).items()
+        }
+        return pairs.assign(**metrics).sort_index().rename_axis("client")
+
 
 def default_out(experiment: Experiment, name: str = "") -> Path:
     """The default run directory, ``runs/NAME-METHOD-seedSEED``."""
@@ -93,6 +113,7 @@ def run(
     experiment: Experiment,
     out: str | Path | None = None,
     *,
+    data: Rows | Mapping[Any, Any] | None = None,
     resume: bool = False,
     progress: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -107,6 +128,10 @@ def run(
         experiment: relative paths in it start at the working directory.
         out: the run directory, new or empty; defaults to :func:`default_out`. It is removed if the experiment
             fails before its first round.
+        data: pairs from memory, instead of the sources in ``experiment.data``; its other settings apply. A
+            ``datasets.Dataset``, a ``pandas.DataFrame`` or a list of dicts with the columns that a file would
+            have; a mapping from each client to such rows; or a mapping from ``"train"``, ``"validation"`` and
+            ``"test"`` to one of these. The run directory keeps a copy. In messages, rows count from 1.
         resume: continue the run in ``out``, which must exist. ``resume=out.exists()`` starts a new run or
             continues the existing one. ``rounds`` may be raised; ``engine.name``, ``engine.ray``,
             ``engine.workers``, ``engine.visit_timeout``, ``[track]`` and the paths of data and model may
@@ -119,11 +144,12 @@ def run(
             :func:`prefed.ui.pages.page.public_page`.
 
     Raises:
-        TypeError: ``callbacks`` is not a list of :class:`~prefed.core.Callback` instances.
+        TypeError: ``callbacks`` is not a list of :class:`~prefed.core.Callback` instances, or ``data`` has
+            rows of another type.
         StoreError: ``out`` is in use, not empty, damaged, or has no run to resume; or the data or the model
             changed.
         OSError: a file cannot be written, e.g. because the disk is full. Committed rounds can be resumed.
-        ConfigError: the run in ``out`` has other settings.
+        ConfigError: the run in ``out`` has other settings; or there are no data, or no partition for them.
         DataError, ModelError: the data or the model cannot be used.
         TrackerError: a tracker of ``[track]`` cannot be used on this machine.
         RoundError: no client answered in a round, or none could be evaluated after the last one.
@@ -132,6 +158,10 @@ def run(
             ``engine.visit_timeout``; or, with engine ``ray``, the package is missing, the cluster is too
             small or has no machine left, or a visit has lost several actors.
     """
+    if data is None and experiment.data.sources()[0][2].path == IN_MEMORY:
+        raise ConfigError(
+            "the experiment has no data: pass data= to run, or set data={'train': ...} in the experiment"
+        )
     path = Path(out) if out is not None else default_out(experiment)
     callbacks = [Callbacks(callbacks)]
     if progress:
@@ -146,7 +176,10 @@ def run(
         from prefed.runs.align import align, check_alignment
 
         check_alignment(experiment.align, experiment.data)
-    with open_run(experiment, path, callbacks, resume=resume, page=page) as (writer, callback):
+    with (
+        open_run(experiment, path, callbacks, resume=resume, page=page) as (writer, callback),
+        from_memory(experiment, data, writer) as experiment,
+    ):
         server = _finish(experiment, writer, callback)
     if experiment.align is not None:
         align(path, experiment.align, callbacks=callbacks)

@@ -21,6 +21,7 @@ _START = {
     LOG,
     "config.toml",
     "cache",
+    "data",
     "federation.json",
     "checkpoint/LOCK",
     "checkpoint/begun.json",
@@ -90,7 +91,8 @@ def make(run: Path) -> bool:
 
 def take_back(run: Path) -> None:
     """Remove a directory that :func:`make` created and in which no run has started."""
-    shutil.rmtree(run / "cache", ignore_errors=True)
+    for name in ("cache", "data"):
+        shutil.rmtree(run / name, ignore_errors=True)
     for name in (
         "config.toml",
         LOG,
