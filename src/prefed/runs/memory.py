@@ -80,10 +80,10 @@ def _by_split(data: Rows | Mapping[Any, Any]) -> Mapping[str, Any]:
     """Return split → rows, or client → rows; ``data`` itself if its keys are splits."""
     if not isinstance(data, Mapping) or not data.keys() & set(ROLES):
         return {"train": data}
-    if others := [name for name in data if name not in ROLES]:
+    if "train" not in data or not data.keys() <= set(ROLES):
         raise ConfigError(
-            f"run(data=...) has splits ({', '.join(ROLES)}) and other keys ({listed(others)}): remove the "
-            "others or, if all are clients, write data={'train': {client: rows, ...}}"
+            f"run(data=...) has the keys {listed(list(data))}: it needs 'train', and may have 'validation' "
+            "and 'test'; clients of these names go in data={'train': {client: rows, ...}}"
         )
     return data
 
