@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -15,6 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from commands import prefed_
 from finished import small_experiment, small_place
+from pages import blocks
 from prefed import Callback, ConfigError, Experiment, run
 from prefed.core import Key
 from prefed.data import DataConfig, DataError, build_dataset
@@ -154,6 +156,18 @@ def test_the_copy_is_private_and_serves_later_commands(of_rows, tmp_path):
     prefed_("report", path)
     prefed_("export", path, "--out", tmp_path / "left", "--client", "left")
     assert list(tmp_path.glob("left/*.safetensors"))
+
+
+def test_the_example_of_the_page_runs(place, rows, tmp_path, monkeypatch, capsys):
+    """Of each client's 8 pairs a quarter is tested, and the table of clients is printed."""
+    text = (Path(__file__).resolve().parents[2] / "docs/python.md").read_text("utf-8")
+    (code,) = (block for block in blocks(text, "python") if "votes.csv" in block)
+    pandas.DataFrame(rows["train"]).to_csv(tmp_path / "votes.csv", index=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    exec(code.replace("distilbert/distilgpt2", str(place / "model")), {})
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in shown[-2:]] == [["left", "6", "2"], ["right", "6", "2"]]
 
 
 FORMS = {"list": list, "Dataset": Dataset.from_list, "DataFrame": pandas.DataFrame}

@@ -55,17 +55,32 @@ class Dropped(TypedDict):
     reason: str
 
 
+class Visit(TypedDict):
+    """A visit of a ``[fleet]``: how many rounds late its upload was merged, and when it started and ended.
+
+    Times are virtual seconds since the start of the run.
+    """
+
+    client: str
+    late: int
+    asked: float
+    at: float
+
+
 @with_config(ConfigDict(strict=True))
 class RoundRecord(TypedDict):
-    """Record of a committed round.
+    """Record of a committed round: what :meth:`~prefed.core.Callback.on_round_end` receives.
 
-    ``evaluation`` contains the metrics if the round was evaluated: per-client metrics as
-    :class:`FederatedMetric`, others as means. ``time`` is the virtual time of a ``[fleet]`` in seconds.
+    Every record has ``round``, ``loss``, ``bytes_up``, ``bytes_down``, ``seconds``, ``cohort`` and
+    ``dropped``. ``evaluation`` contains the metrics if the round was evaluated: per-client metrics as
+    :class:`FederatedMetric`, others as means. ``time`` is the virtual time of a ``[fleet]`` in seconds. In
+    ``rounds.jsonl``, ``None`` replaces numbers that are not finite.
     """
 
     round: int
     loss: NotRequired[float | None]
     preference_accuracy: NotRequired[float | None]
+    reward_accuracy: NotRequired[float | None]
     evaluation: NotRequired[dict[str, Any]]
     epsilon: NotRequired[float | None]
     validation: NotRequired[float | None]
@@ -75,7 +90,11 @@ class RoundRecord(TypedDict):
     time: NotRequired[float]
     cohort: NotRequired[list[str]]
     dropped: NotRequired[list[Dropped]]
-    visits: NotRequired[list[Any]]
+    visits: NotRequired[list[Visit]]
+    lost: NotRequired[list[Visit]]
+    staleness: NotRequired[float]
+    offences: NotRequired[dict[str, int]]
+    set_aside: NotRequired[list[str]]
     paper_gap: NotRequired[float]
     gradient_norm: NotRequired[float]
     kappa2: NotRequired[float]

@@ -45,12 +45,12 @@ class MethodKind:
 
     @property
     def place(self) -> str:
-        """What names this method in an experiment: its name, or the file or module that defines this object.
+        """What names this method in an experiment: its name if it is installed, else its file or module.
 
         Raises:
             PluginError: it is not at the top level of the file or module that it names.
         """
-        if METHODS.builtin.get(self.name) is self:
+        if METHODS.get(self.name) is self:
             return self.name
         module = sys.modules.get(self.module)
         file = getattr(module, "__file__", None)
