@@ -330,14 +330,16 @@ def test_a_method_object_runs_as_its_file_does(module, place, given, of_files, t
     assert shown["preference_accuracy"] == result.summary["preference_accuracy"]
 
 
-def test_objects_are_named_by_where_they_are(module):
+def test_objects_are_named_by_where_they_are(module, monkeypatch):
     """One of prefed by its name, one in a package by its module; what no other process finds is refused."""
     small = {"model": {"name": "none"}}
     assert Experiment(method=METHODS["fedper"], **small).method.name == "fedper"
     assert Experiment(method={"name": METHODS["fedper"], "lr": 0.5}, **small).method.settings.lr == 0.5
+    notebook = MethodKind("lost", "of a notebook or the main script", module="__main__")
+    monkeypatch.setattr("__main__.LOST", notebook, raising=False)
     for lost in (
+        notebook,
         MethodKind("lost", "made in a function", module="ownmethod"),
-        MethodKind("lost", "of a notebook", module="__main__"),
         MethodKind("lost", "without a module"),
     ):
         with pytest.raises(ConfigError, match=r"method 'lost' must be a variable in a file.*e.g. to lost.py"):
