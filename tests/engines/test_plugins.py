@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import tomli_w
@@ -186,6 +187,8 @@ def test_a_package_is_listed_and_its_settings_are_written_and_checked(package, p
         Experiment(**small_experiment(place, method={"name": "lgfedavg", "block": 1}))
     with pytest.raises(ConfigError, match=r"'lgfedvg'; did you mean 'lgfedavg'\?.*your own: ./FILE.py"):
         Experiment(**small_experiment(place, method="lgfedvg"))
+    made = Experiment(**small_experiment(place, method=import_module("lgpack.method").METHOD))
+    assert made.method.name == "lgfedavg"
 
 
 def test_a_broken_package_is_listed_with_its_error(package):
