@@ -143,13 +143,16 @@ def test_a_file_trains_evaluates_exports_and_compares_in_other_processes(file, t
     other = tmp_path / "other"
     for words in (
         ("evaluate", out, "--json"),
-        ("export", out, "--out", tmp_path / "left", "--client", "left"),
+        ("export", out, "--out", tmp_path / "left", "--client", "left", "--card"),
         ("report", out),
         ("run", file, "--set", "method.blocks=0", "--out", other),
         ("compare", out, other),
     ):
         ended = command(*words)
         assert ended.returncode == 0, (words, ended.stderr)
+    assert "own lower blocks, shared upper blocks – LG-FedAvg (arXiv" in (out / "report.html").read_text()
+    card = (tmp_path / "left/README.md").read_text()
+    assert "| method | lgfedavg: own lower blocks, shared upper blocks |\n| source | LG-FedAvg (arXiv" in card
     shown = json.loads(command("evaluate", out, "--json").stdout)
     assert shown["preference_accuracy"] == summary["preference_accuracy"]
 
@@ -213,11 +216,13 @@ def test_init_shows_a_file(file, tmp_path, monkeypatch):
         ("./lg.py:OTHER", r"lg.py defines no OTHER"),
         ("./lg.py:SOURCE", r"lg.py:SOURCE is str, not a MethodKind"),
         ("./broken.py", r"broken.py cannot be imported: ZeroDivisionError"),
+        ("./beside.py", r"No module named 'lg'; a file cannot import its neighbours, .*: prefed new method"),
         ("nopack.method:METHOD", r"no package is called 'nopack'; install it, or name a file"),
     ],
 )
 def test_what_is_wrong_is_named(name, problem, file, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "beside.py").write_text("from lg import METHOD\n")
     with pytest.raises(ConfigError, match=problem):
         Experiment.load(file, [f"method.name={name}"])
 

@@ -208,7 +208,13 @@ def _load(name: str, code: Code, default: str) -> Any:
     try:
         module = import_module(match["module"]) if match["module"] else _module(code)
     except Exception as error:
-        raise PluginError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+        why = f"{name} cannot be imported: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and Path(code.place).with_name(f"{error.name}.py").exists():
+            # A neighbour's code is neither in the digest nor sent to other machines.
+            why += (
+                "; a file cannot import its neighbours, but a module of a package can: prefed new method NAME"
+            )
+        raise PluginError(why) from error
     if not hasattr(module, wanted):
         raise PluginError(f"{name.removesuffix(f':{wanted}')} defines no {wanted}")
     return getattr(module, wanted)

@@ -126,6 +126,7 @@ class Origin(TypedDict, total=False):
     command: str
     hardware: Hardware
     code: dict[str, dict[str, str]]
+    method: dict[str, str]
 
 
 class DataFigures(TypedDict, total=False):

@@ -251,10 +251,11 @@ def conclude(
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
         callback.on_warning(warning)
     _save_adapters(job, server, writer.path, callback)
+    config = writer.config() or {}
     summary = {
         **summarize(job, writer, profiles),
         **more,
-        "origin": describe_origin(code_of(writer.config() or {})),
+        "origin": describe_origin(code_of(config), config.get("method", {}).get("name", "")),
     }
     writer.write_summary(cast(Summary, summary), profiles, tastes)
 

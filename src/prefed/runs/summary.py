@@ -25,6 +25,7 @@ from prefed.engines.backend import peak_memory_mb
 from prefed.engines.privacy import told
 from prefed.engines.server_rounds import ASIDE, OFFENCES
 from prefed.merge import lora
+from prefed.methods import METHODS
 from prefed.runs.data_notices import left_out_table
 from prefed.store import RunReader, RunWriter
 from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
@@ -221,13 +222,20 @@ def describe_data(dataset: FederatedDataset) -> dict[str, Any]:
     return {**left_out_table(dataset.row_counts), **differ}
 
 
-def describe_origin(code: Mapping[str, Code]) -> dict[str, Any]:
-    """Return the current time, the command of this process, the hardware, and ``code`` by name."""
+def describe_origin(code: Mapping[str, Code], method: str = "") -> dict[str, Any]:
+    """Return the current time, the command of this process, the hardware, and ``code`` by name.
+
+    Args:
+        code: name → code from outside prefed.
+        method: name of the method. If it is in ``code``, its title and source are recorded, too.
+    """
     used = {
         name: {"place": own.place, "version": own.version, "sha256": own.digest} for name, own in code.items()
     }
+    kind = METHODS[method] if method in code else None
     return {
         **({"code": used} if used else {}),
+        **({"method": {"title": kind.title, "source": kind.source}} if kind else {}),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(sys.argv),
         "hardware": {

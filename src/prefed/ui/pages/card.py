@@ -13,13 +13,13 @@ from typing import Any
 
 from prefed.core.strict_settings import flatten
 from prefed.core.text import pluralize, printable, printable_lines, size
-from prefed.methods import METHODS
 from prefed.runs.align import stored_settings
 from prefed.runs.export import Export
 from prefed.runs.finished_run import RunError, RunRecord, alignment_of
 from prefed.runs.metrics import Figure
 from prefed.runs.start_or_resume import is_place
 from prefed.train.metrics import mean_interval
+from prefed.ui.pages.origin import described_method
 from prefed.ui.pages.tables import setting
 from prefed.ui.pages.terminal import privacy_line
 from prefed.ui.templates import make_environment
@@ -83,8 +83,8 @@ def model_card(
         model_name=(repo or run.name).rpartition("/")[2],
         eval_results=content.pop("results"),
     )
-    kind, method = METHODS.get(run.method), printable(run.method)
-    source = kind.source if kind else "not a method of this version"
+    kind, method = described_method(run) or {}, printable(run.method)
+    source = printable(kind.get("source", "not a method of this version"))
     text = (
         make_environment("prefed.ui.pages", autoescape=False)
         .get_template("card.md")
@@ -92,7 +92,7 @@ def model_card(
             title=repo or f"{method} on {base or 'a local model'}",
             base=base or f"`{printable(name)}`, a local folder",
             method=method,
-            method_title=kind.title if kind else method,
+            method_title=printable(kind.get("title", method)),
             source=source,
             made=printable(
                 ", ".join(f"{n} {v}" for n, v in run.summary.get("versions", {}).items() if n != "python")

@@ -12,9 +12,17 @@ import numpy as np
 
 from prefed.core.text import pluralize
 from prefed.data.statistics import gini
+from prefed.methods import METHODS
 from prefed.runs.data_notices import left_out_text
 from prefed.runs.finished_run import RunRecord
 from prefed.ui.pages.tables import Facts, Table, setting
+
+
+def described_method(run: RunRecord) -> Mapping[str, str] | None:
+    """Title and source of the method: as recorded by the run, or of the method of its name here."""
+    own: Mapping[str, str] | None = run.summary.get("origin", {}).get("method")
+    kind = METHODS.get(run.method)
+    return own or ({"title": kind.title, "source": kind.source} if kind else None)
 
 
 def data_facts(run: RunRecord) -> Facts:

@@ -17,7 +17,6 @@ import tomli_w
 
 from prefed.core import files
 from prefed.core.text import duration, pluralize, size
-from prefed.methods import METHODS
 from prefed.runs.finished_run import Outcome, RunRecord, alignment_of, judged_of, read_run, read_summary
 from prefed.runs.track import told_settings
 from prefed.train.metrics import flat_loss_warning
@@ -120,7 +119,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         "run.html",
         name=run.name,
         method=run.method,
-        kind=METHODS.get(run.method),
+        kind=origin.described_method(run),
         setup=f"{config['model']['name']}, {length}, {evaluated} evaluated, seed {config['seed']}",
         unfinished=unfinished.text if unfinished else None,
         refresh=unfinished.refresh if unfinished else None,
