@@ -1,9 +1,12 @@
 """Laws that hold between methods, and for each of them, on random small federations."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefed.core import Method
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.merge import MergeConfig, ServerOptimizer
 from prefed.methods import METHODS
@@ -13,6 +16,7 @@ from prefed.testing import (
     Problem,
     Run,
     check_few_pairs,
+    check_kind,
     check_models,
     check_order,
     check_resume,
@@ -150,3 +154,65 @@ def test_every_client_has_a_model_and_may_keep_its_numbers(name):
     check_models(on(name, PLAIN))
     if name != "decdpo":
         check_few_pairs(on(name, PLAIN | {"schedule": "plateau"}))
+
+
+# A broken method breaks a law, each its own.
+
+
+def broken(**moves) -> Problem:
+    """FedDPO in which moves of its exchange are replaced, by functions of the whole ones."""
+
+    def change(method: Method) -> Method:
+        (exchange,) = method.exchanges
+        changed = {name: move(getattr(exchange, name)) for name, move in moves.items()}
+        return replace(method, exchanges=(replace(exchange, **changed),))
+
+    return Problem(METHODS["feddpo"], {"local_steps": 1}, change=change)
+
+
+def forgetful(work):
+    """Every visit of a method's lifetime moves its upload further, by a count that is in no state."""
+    visits = []
+
+    def counting(trainer, private, download):
+        visits.append(trainer.client)
+        upload, state = work(trainer, private, download)
+        return replace(upload, tensors={"model": upload.tensors["model"] + len(visits)}), state
+
+    return counting
+
+
+def test_memory_outside_the_states_is_found():
+    with pytest.raises(
+        AssertionError, match="another server state; whatever a method remembers must be in a"
+    ):
+        check_resume(broken(work=forgetful))
+
+
+def test_a_merge_of_the_first_upload_is_found():
+    first = broken(merge=lambda merge: lambda server, uploads, now: merge(server, uploads[:1], now))
+    with pytest.raises(
+        AssertionError, match="the merge depends on the order of uploads; sort them by client"
+    ):
+        check_order(first)
+
+
+def test_a_merge_that_needs_every_loss_is_found():
+    def weighing(merge):
+        return lambda server, uploads, now: merge(server, [u for u in uploads if u.scalars["loss"] > 0], now)
+
+    with pytest.raises(AssertionError, match=r"minimum_pairs = \d+, uploads without numbers end .*'loss'"):
+        check_few_pairs(broken(merge=weighing))
+
+
+def test_a_model_without_all_tensors_is_found():
+    def half(method: Method) -> Method:
+        return replace(method, predict=lambda *a: method.predict(*a).select(["lora/0/q/A"]))
+
+    with pytest.raises(AssertionError, match="the model of client-0 does not have all tensors of the model"):
+        check_models(replace(broken(), change=half))
+
+
+def test_a_kind_that_declares_something_else_is_found():
+    with pytest.raises(AssertionError, match=r"feddpo: personal is True in MethodKind .*, but False in the"):
+        check_kind(replace(METHODS["feddpo"], personal=True))

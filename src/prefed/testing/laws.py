@@ -174,10 +174,13 @@ def check_few_pairs(problem: Problem) -> None:
     """The run ends with finite tensors if some clients, or all, have too few pairs to send numbers."""
     sizes = sorted(data.size for data in problem.clients.values())
     for least in (sizes[-1], sizes[-1] + 1):
-        run = problem.run(privacy=Privacy(minimum_pairs=least))
+        place = f"{problem} with [privacy] minimum_pairs = {least}"
+        try:
+            run = problem.run(privacy=Privacy(minimum_pairs=least))
+        except Exception as error:
+            raise AssertionError(f"{place}, uploads without numbers end the run: {error!r}") from error
         for name, group in run.server.tensors.items():
-            what = f"{problem} with [privacy] minimum_pairs = {least}: group {name!r} of the server"
-            _require(group.isfinite(), f"{what} is not finite")
+            _require(group.isfinite(), f"{place}, group {name!r} of the server is not finite")
 
 
 def check_models(problem: Problem) -> None:
