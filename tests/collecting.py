@@ -30,11 +30,13 @@ def session(
     records: Sequence[Record] = RECORDS,
     client: str | None = "ann",
     questions: Callable[[Journal], Questions] | None = None,
+    thumbs: bool = False,
 ) -> Iterator[Session]:
     """The session over files in ``folder``, as one start of the command has it."""
     with Journal(folder / ".pairs.jsonl.collect" / "journal.jsonl") as journal:
         asked = RecordedPairs(records) if questions is None else questions(journal)
-        opened = Session(asked, Choices(folder / "pairs.jsonl"), journal, Key(0))
+        unpaired = Choices(folder / "thumbs.jsonl") if thumbs else None
+        opened = Session(asked, Choices(folder / "pairs.jsonl"), journal, Key(0), unpaired)
         if client is not None:
             opened.name(client)
         yield opened

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from finished import small_experiment, small_place
 from prefed import Experiment, run
 from prefed.config import ConfigError
+from prefed.engines.validation import read_figures
 from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.loaded_run import load_run
 
@@ -119,3 +121,23 @@ def test_stopping_by_the_loss_is_refused(place):
     tree = experiment(place) | {"stop": {"metric": "loss"}}
     with pytest.raises(ValueError, match="use another metric, such as preference_accuracy"):
         Experiment.model_validate(tree)
+
+
+def test_what_a_client_may_report(place, tmp_path):
+    """A run on thumbs takes the metrics of thumbs or of pairs, and no mixture; one on pairs takes no thumbs."""
+    trained(experiment(place), tmp_path / "run")
+    job = load_run(tmp_path / "run", data=True).job
+    half = dict.fromkeys(("preference_accuracy", "reward_accuracy", "baseline_accuracy", "margin"), 0.5)
+    thumbs, pairs = half | {"kto_loss": 0.5}, half | {"normalized_accuracy": 0.5, "dpo_loss": 0.7}
+
+    def reason(figures, job=job):
+        return read_figures(job, json.dumps(figures).encode(), "left")[1]
+
+    assert [reason(thumbs), reason(thumbs | {"reward_up": -1.0}), reason(pairs)] == ["", "", ""]
+    assert "does not expect: dpo_loss" in reason(thumbs | {"dpo_loss": 0.7})
+    assert "lacks metrics that an evaluation expects: margin" in reason(
+        {name: value for name, value in thumbs.items() if name != "margin"}
+    )
+    assert "does not expect: reward_up" in reason(pairs | {"reward_up": 0.5})
+    assert "not finite" in reason(thumbs | {"reward_up": float("nan")})
+    assert "expects: dpo_loss, normalized_accuracy" in reason(thumbs, replace(job, thumbs=False))

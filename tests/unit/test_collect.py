@@ -396,3 +396,53 @@ def test_a_typed_prompt_takes_the_form_of_the_others(backbone):
     assert ModelResponder(backbone, how, Key(0), like).as_prompt("Go") == "\n\nHuman: Go\n\nAssistant:"
     assert ModelResponder(backbone, how, Key(0), like, raw=True).as_prompt("Go") == "Go"
     assert ModelResponder(backbone, how, Key(0), None).as_prompt("Go") == "Go"
+
+
+def test_both_good_and_both_bad_are_kept_as_thumbs(tmp_path):
+    """Two thumbs an answer, in the order of the page, which ``data.train`` reads. They survive a restart
+    and are taken back in the order of the answers, whichever file has them."""
+    with session(tmp_path, thumbs=True) as opened:
+        for answer in ("left", "good", "neither", "bad"):
+            shown = opened.current()
+            assert opened.choose(shown.question.number, answer)
+            if answer == "good":
+                texts = shown.texts
+        assert opened.progress() == Progress(chosen=1, neither=1, of=8, thumbs=2)
+        assert not opened.choose(shown.question.number, "good")
+    records = train_source(tmp_path / "thumbs.jsonl")
+    assert [(record.response, record.label) for record in records[:2]] == [(text, True) for text in texts]
+    assert [record.label for record in records[2:]] == [False, False]
+    assert {(record.client, record.category) for record in records} == {("ann", "c")}
+    with session(tmp_path, thumbs=True) as opened:
+        assert "Both good" in page.render(opened, "pair", typed=False)
+        left = []
+        while opened.take_back():
+            progress = opened.progress()
+            left.append((progress.chosen, progress.thumbs, progress.neither))
+        assert left == [(1, 1, 1), (1, 1, 0), (1, 0, 0), (0, 0, 0)]
+    assert (tmp_path / "thumbs.jsonl").read_bytes() == (tmp_path / "pairs.jsonl").read_bytes() == b""
+
+
+def test_half_an_answer_of_a_killed_process_is_taken_back(tmp_path):
+    with session(tmp_path, thumbs=True) as opened:
+        for answer in ("bad", "good"):
+            opened.choose(opened.current().question.number, answer)
+    path = tmp_path / "thumbs.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    with session(tmp_path, thumbs=True) as opened:
+        assert opened.progress().thumbs == 2
+        assert opened.take_back()
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:2])
+
+
+def test_thumbs_need_a_file_and_pairs_to_judge(tmp_path):
+    with session(tmp_path) as opened:
+        assert "Both good" not in page.render(opened, "pair", typed=False)
+        with pytest.raises(CollectError, match="--thumbs FILE"):
+            opened.choose(opened.current().question.number, "bad")
+    with (
+        pytest.raises(CollectError, match="contains thumbs"),
+        session(tmp_path, [Record.thumb("Q", "a", up=True)]),
+    ):
+        pass

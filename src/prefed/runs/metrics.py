@@ -48,6 +48,10 @@ REWARD_MEANING = (
     "share of pairs on which training raised the log-probability of the chosen response by more than that of "
     "the rejected one, both compared with the base model"
 )
+THUMB_MEANING = (
+    "balanced accuracy over thumbs up and down, where a thumb up is predicted if the gain in log-probability "
+    "over the base model exceeds {}"
+)
 REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
 """Metrics that only models with an explicit reward head have."""
 
@@ -75,17 +79,20 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Figure]:
     personal, choice = "shared_accuracy" in values, "choice_loss" in summary
     kind = "taste" if personal and choice else "personal" if personal else "choice" if choice else ""
     order = [name for name in USUAL if name in values] + [name for name in values if name not in USUAL]
-    return {name: Figure(name, *_words(name, kind), values[name]) for name in order}
+    thumbs = "kto_loss" in summary
+    return {name: Figure(name, *_words(name, kind, thumbs), values[name]) for name in order}
 
 
-def _words(name: str, kind: str) -> tuple[str, str]:
+def _words(name: str, kind: str, thumbs: bool) -> tuple[str, str]:
     """Return the label and the meaning of a metric.
 
     Args:
         kind: ``"personal"`` for a method with personal models, ``"choice"`` with selectors, ``"taste"`` with
             a selector that has a latent taste, else empty.
+        thumbs: whether it was measured on thumbs instead of pairs.
     """
     probable = "share of pairs whose chosen response the model assigns a higher probability"
+    probable = THUMB_MEANING.format("the mean of unrelated responses") if thumbs else probable
     scored = "share of pairs whose chosen response scores higher than the rejected one, by {}"
     if kind == "choice" and (number := re.fullmatch(r"selector_(\d+)_accuracy", name)):
         return f"selector {number[1]}", scored.format(f"selector {number[1]}")
@@ -104,7 +111,10 @@ def _words(name: str, kind: str) -> tuple[str, str]:
             if kind == "personal"
             else ("preference accuracy", probable)
         ),
-        "reward_accuracy": ("reward accuracy", REWARD_MEANING),
+        "reward_accuracy": (
+            "reward accuracy",
+            THUMB_MEANING.format("KTO's reference point") if thumbs else REWARD_MEANING,
+        ),
         "normalized_accuracy": ("normalised accuracy", f"{probable}, per token"),
         "combined_accuracy": (
             "combined accuracy",

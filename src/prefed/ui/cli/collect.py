@@ -39,6 +39,13 @@ def collect(
             help="The file for the chosen pairs (default: pairs.jsonl; with --from, judged.jsonl).",
         ),
     ] = None,
+    thumbs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Offer the answers “both good” and “both bad”, kept in FILE as thumbs.",
+        ),
+    ] = None,
     client: Annotated[
         str | None, typer.Option(metavar="NAME", help="The annotator's name (default: the page asks for it).")
     ] = None,
@@ -73,6 +80,8 @@ def collect(
         path = out or Path("pairs.jsonl" if pairs is None else "judged.jsonl")
         if pairs is not None and path.exists() and Path(pairs).exists() and path.samefile(pairs):
             raise UsageError(f"--out {path} is the same file as --from; choose another --out")
+        if thumbs is not None and thumbs.resolve() in (path.resolve(), Path(pairs or path).resolve()):
+            raise UsageError(f"--thumbs {thumbs} is also the file of the pairs; choose another --thumbs")
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
             raise ValueError(f"prefed collect needs {' and '.join(missing)}: pip install 'prefed[collect]'")
         from prefed.core import Key
@@ -84,10 +93,11 @@ def collect(
         key = Key(seed).at("collect")
         with listen(port) as listening, Journal(journal_of(path)) as journal:
             choices, add = Choices(path), None
+            unpaired = None if thumbs is None else Choices(thumbs, "--thumbs")
             drawing: Drawing | nullcontext[None] = nullcontext()
             if model is None:
                 assert pairs is not None
-                session = Session(recorded_pairs(pairs, limit), choices, journal, key)
+                session = Session(recorded_pairs(pairs, limit), choices, journal, key, unpaired)
             else:
                 from prefed.models import ModelConfig, load_backbone
                 from prefed.models.quiet_libraries import silence_transformers
@@ -100,7 +110,7 @@ def collect(
                 backbone = load_backbone(ModelConfig(name=model, dtype=dtype), key.at("model"))
                 responder = ModelResponder(backbone, how, key, asked[0] if asked else None, raw=raw)
                 drawn = DrawnPairs(asked, journal, responder.identity)
-                session = Session(drawn, choices, journal, key)
+                session = Session(drawn, choices, journal, key, unpaired)
                 drawing = Drawing(session, drawn, responder, ahead=ahead, report=_note)
                 add = drawing.add
             if client is not None:
@@ -152,3 +162,10 @@ def _print_end(session: Session) -> None:
             f"(95% interval {agreement.low:.1%} to {agreement.high:.1%}), Cohen's kappa {kappa}"
         )
     typer.echo(f"to train on them, set in [data]: train = {json.dumps(str(path), ensure_ascii=False)}")
+    if progress.thumbs and session.thumbs is not None:
+        where = json.dumps(str(session.thumbs.path), ensure_ascii=False)
+        answers = pluralize(progress.thumbs, "question", "questions")
+        typer.echo(
+            f"thumbs of {answers} in {session.thumbs.path}; to train on them, use objective = 'kto' and"
+        )
+        typer.echo(f"  train = {where}")

@@ -50,6 +50,7 @@ def render(session: Session, state: str, *, typed: bool, problem: str | None = N
         strengths=STRENGTHS,
         typed=typed,
         out=session.choices.path,
+        thumbs=None if session.thumbs is None else session.thumbs.path,
         agreement=session.agreement() if state in ("end", "finished") else None,
     )
 

@@ -23,7 +23,7 @@ class CollectError(ValueError):
 
 
 class Choices:
-    """Append-only JSON Lines file of chosen pairs, usable as ``data.train``.
+    """Append-only JSON Lines file of chosen pairs or of thumbs, usable as ``data.train``.
 
     Opening the file truncates an incomplete last line, left by a killed process. Lines from other sources
     are kept. Only the owner can read a new file.
@@ -32,12 +32,12 @@ class Choices:
         CollectError: a line is not a JSON object, or the path does not end in ``.jsonl``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, option: str = "--out") -> None:
         self.path = path
         self._rows: list[Mapping[str, Any]] = []
         self._ends: list[int] = [0]
         if path.suffix.lower() != ".jsonl" or path.is_dir():
-            raise CollectError(f"--out {path}: the file name must end in .jsonl")
+            raise CollectError(f"{option} {path}: the file name must end in .jsonl")
         if path.exists():
             self._read()
         else:
@@ -48,37 +48,38 @@ class Choices:
         """A client's choices from this page, in order, without other rows of the same client."""
         return [row for row in self._rows if _is_choice(row, client)]
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row and flush it to disk.
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Append the rows of one answer in one write, and flush them to disk.
 
         Raises:
-            WriteError: the row cannot be written, e.g. because the disk is full.
+            WriteError: a row cannot be written, e.g. because the disk is full.
             CollectError: another program changed the file.
         """
         self._check_size()
-        line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in rows]
         try:
-            files.append(self.path, line)
+            files.append(self.path, b"".join(lines))
         except files.WriteError:
             # Remove a partially written line.
             files.truncate(self.path, self._ends[-1])
             raise
-        self._rows.append(row)
-        self._ends.append(self._ends[-1] + len(line))
+        self._rows += rows
+        for line in lines:
+            self._ends.append(self._ends[-1] + len(line))
 
-    def take_back(self, client: str) -> None:
-        """Remove the client's choice in the last row.
+    def take_back(self, client: str, rows: int = 1) -> None:
+        """Remove the client's answer in the last ``rows`` rows.
 
         Raises:
-            CollectError: the last row is not a choice of the client, or another program changed the file.
+            CollectError: a row is not a choice of the client, or another program changed the file.
         """
         self._check_size()
-        if not self._rows or not _is_choice(self._rows[-1], client):
+        last = self._rows[-rows:]
+        if len(last) < rows or not all(_is_choice(row, client) for row in last):
             raise CollectError(f"nothing to undo: the last line of {self.path} is not a choice by {client}")
-        files.truncate(self.path, self._ends[-2])
+        files.truncate(self.path, self._ends[-rows - 1])
         files.sync(self.path)
-        self._rows.pop()
-        self._ends.pop()
+        del self._rows[-rows:], self._ends[-rows:]
 
     def _check_size(self) -> None:
         if self.path.stat().st_size != self._ends[-1]:
@@ -157,12 +158,14 @@ class RecordedPairs:
     """Questions from pairs with a recorded choice, which the annotator does not see.
 
     Raises:
-        CollectError: ``records`` is empty.
+        CollectError: ``records`` is empty, or contains thumbs.
     """
 
     def __init__(self, records: Iterable[Record]) -> None:
         self._questions: dict[int, Question] = {}
         for record in records:
+            if record.label is not None:
+                raise CollectError("--from: the file contains thumbs; give one with pairs")
             # Skip duplicates.
             number = pair_hash(record)
             self._questions.setdefault(number, _recorded(record, number))

@@ -14,7 +14,7 @@ from prefed.runs.append_log import Journal
 from prefed.train.metrics.intervals import Agreement, agreement
 from prefed.ui.collect.pairs import Choices, CollectError, Question, Questions
 
-Answer = Literal["left", "right", "neither"]
+Answer = Literal["left", "right", "neither", "good", "bad"]
 
 STRENGTHS = {1: "slightly", 2: "clearly", 3: "very much"}
 """Margin of the chosen pair → its name on the page."""
@@ -49,27 +49,30 @@ class Progress:
         chosen: with a chosen response.
         neither: answered with "neither".
         of: in total.
+        thumbs: answered with "both good" or "both bad".
     """
 
     chosen: int
     neither: int
     of: int
+    thumbs: int = 0
 
     @property
     def done(self) -> int:
         """Number of answered questions."""
-        return self.chosen + self.neither
+        return self.chosen + self.neither + self.thumbs
 
 
 class Session:
     """A session of one annotator.
 
-    Choices are lines in the file of pairs, answers "neither" rows in the journal. Each answer is one write
-    to one file, so a killed process saves it completely or not at all.
+    Choices are lines in the file of pairs, answers "both good" and "both bad" two lines in the file of
+    thumbs, answers "neither" rows in the journal. Each answer is one write to one file.
 
     Args:
         questions: the questions.
         choices: the file of chosen pairs.
+        thumbs: the file of thumbs; ``None`` without these answers.
         journal: the answers "neither".
         key: random key of the sides, which stay the same after a restart.
 
@@ -79,8 +82,15 @@ class Session:
         failure: error message of the response generator, if it failed.
     """
 
-    def __init__(self, questions: Questions, choices: Choices, journal: Journal, key: Key) -> None:
-        self.questions, self.choices = questions, choices
+    def __init__(
+        self,
+        questions: Questions,
+        choices: Choices,
+        journal: Journal,
+        key: Key,
+        thumbs: Choices | None = None,
+    ) -> None:
+        self.questions, self.choices, self.thumbs = questions, choices, thumbs
         self._journal, self._key = journal, key
         self.client: str | None = None
         self.changed = threading.Condition(threading.RLock())
@@ -108,14 +118,16 @@ class Session:
     def judged(self) -> Collection[int]:
         """Numbers of the answered questions."""
         with self.changed:
-            return frozenset(self._chosen) | self._neither().keys()
+            return frozenset(self._chosen) | self._neither().keys() | self._thumbs().keys()
 
     def progress(self) -> Progress:
         """Count answered and all questions."""
         with self.changed:
             numbers = set(self.questions.numbers())
             chosen = numbers & self._chosen.keys()
-            return Progress(len(chosen), len((numbers & self._neither().keys()) - chosen), len(numbers))
+            thumbs = (numbers & self._thumbs().keys()) - chosen
+            neither = (numbers & self._neither().keys()) - chosen - thumbs
+            return Progress(len(chosen), len(neither), len(numbers), len(thumbs))
 
     def current(self) -> Shown | None:
         """The first unanswered question that is ready, if any."""
@@ -146,6 +158,10 @@ class Session:
                 return False
             if answer == "neither":
                 self._keep_neither(number, {**self._neither_by(number), self.client: self._count() + 1})
+            elif answer in ("good", "bad"):
+                if self.thumbs is None:
+                    raise CollectError("thumbs have no file; start prefed collect with --thumbs FILE")
+                self.thumbs.append(*self._thumb_rows(question, up=answer == "good"))
             else:
                 row = self._row(question, answer, strength)
                 self.choices.append(row)
@@ -167,7 +183,11 @@ class Session:
             if self.client is None or not count:
                 return False
             last = max(neither, key=lambda number: neither[number], default=None)
-            if last is not None and neither[last] >= count:
+            if self.thumbs is not None and max(self._thumbs().values(), default=0) >= count:
+                # One, if the process was killed while it wrote the answer.
+                rows = [row for row in self.thumbs.of(self.client) if row.get("answer", 0) >= count]
+                self.thumbs.take_back(self.client, len(rows))
+            elif last is not None and neither[last] >= count:
                 others = {who: at for who, at in self._neither_by(last).items() if who != self.client}
                 self._keep_neither(last, others)
             else:
@@ -203,6 +223,27 @@ class Session:
             **({} if question.recorded is None else {"agrees": int(better == question.recorded)}),
         }
 
+    def _thumb_rows(self, question: Question, *, up: bool) -> list[dict[str, Any]]:
+        order = self._shown(question).order
+        return [
+            {
+                **question.columns,
+                "prompt": plain_prompt(question.prompt),
+                "completion": question.responses[place],
+                "label": up,
+                "client": self.client,
+                "side": side,
+                "question": question.number,
+                "answer": self._count() + 1,
+            }
+            for side, place in zip(_SIDES, order, strict=True)
+        ]
+
+    def _thumbs(self) -> dict[int, int]:
+        """Number of a question answered with thumbs → the annotator's count of answers at that time."""
+        rows = self.thumbs.of(self.client) if self.thumbs is not None and self.client is not None else ()
+        return {row["question"]: row["answer"] for row in rows if "question" in row and "answer" in row}
+
     def _shown(self, question: Question) -> Shown:
         key = self._key.at("client", self.client).at("question", question.number).at("side")
         left = int(key.numpy().integers(2))
@@ -230,7 +271,8 @@ class Session:
         self._journal.append([{**self._journal.rows.get(number, {"row": number}), "neither": dict(by)}])
 
     def _count(self) -> int:
-        return (len(self.choices.of(self.client)) if self.client else 0) + len(self._neither())
+        chosen = len(self.choices.of(self.client)) if self.client else 0
+        return chosen + len(self._neither()) + len(self._thumbs())
 
 
 def _other(side: str) -> str:

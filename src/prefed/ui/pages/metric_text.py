@@ -14,6 +14,10 @@ NUMBERS = {
     "the rejected response, in nats.",
     "explicit_margin": "mean reward-head score of the chosen response minus that of the rejected response.",
     "dpo_loss": "mean DPO loss: −log σ(beta × margin).",
+    "kto_loss": "mean KTO loss of thumbs, with equal weights.",
+    "reward_up": "mean gain in log-probability over the base model of responses with a thumb up, in nats, "
+    "over the clients that have any.",
+    "reward_down": "the same of responses with a thumb down.",
     "choice_loss": "mean cross-entropy of a selector's two answer letters, over both orders of each pair.",
     "global_loss": "loss of the global objective, with the merge's weights of the clients.",
     "gradient_norm": "norm of the global objective's gradient, before clipping.",
@@ -32,6 +36,11 @@ NUMBERS = {
 """Metric that is not a share of pairs → definition."""
 CHOICE_NUMBERS = {"margin": "mean score margin of the chosen response over the rejected response, in nats."}
 """Definitions that differ for selectors."""
+THUMB_NUMBERS = {
+    "margin": "mean gain in log-probability over the base model minus its mean for unrelated responses, "
+    "negated for thumbs down, in nats."
+}
+"""Definitions that differ for thumbs."""
 WORST_TENTH = ("worst tenth", "mean over the lowest tenth of the clients (at least one client).")
 
 
@@ -39,6 +48,7 @@ def meanings(run: RunRecord) -> Facts:
     """Definitions of the metrics on a run's page."""
     facts = [(figure.label, f"{figure.meaning}.") for figure in run.figures.values()]
     numbers = NUMBERS | (CHOICE_NUMBERS if "choice_loss" in run.summary else {})
+    numbers |= THUMB_NUMBERS if "kto_loss" in run.summary else {}
     facts += [(name.replace("_", " "), numbers[name]) for name in run.own_figures if name in numbers]
     facts += [
         (

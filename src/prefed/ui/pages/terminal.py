@@ -223,7 +223,8 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
                 metrics = [figures[n] for n in names]
                 console.print(terminal(metrics_table(f"{name}: {title}", metrics, evaluation.pairs.get)))
         margin = f"mean margin {evaluation.figures['margin']['mean']:.3f} nats"
-        for loss, name_of_loss in (("dpo_loss", "DPO loss"), ("choice_loss", "cross-entropy")):
+        losses = {"dpo_loss": "DPO loss", "choice_loss": "cross-entropy", "kto_loss": "KTO loss"}
+        for loss, name_of_loss in losses.items():
             if loss in evaluation.figures:
                 console.print(f"{margin}, mean {name_of_loss} {evaluation.figures[loss]['mean']:.4f}")
         if "explicit_margin" in evaluation.figures:
