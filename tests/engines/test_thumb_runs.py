@@ -124,7 +124,7 @@ def test_stopping_by_the_loss_is_refused(place):
 
 
 def test_what_a_client_may_report(place, tmp_path):
-    """A run on thumbs takes the metrics of thumbs or of pairs, but no mixture; one on pairs, only of pairs."""
+    """A run on thumbs takes the metrics of thumbs or of pairs, but no mix; one on pairs, only of pairs."""
     trained(experiment(place), tmp_path / "run")
     job = load_run(tmp_path / "run", data=True).job
     half = dict.fromkeys(("preference_accuracy", "reward_accuracy", "baseline_accuracy", "margin"), 0.5)
