@@ -21,8 +21,10 @@ from prefed.ui.pages.tables import Facts, Table, setting
 def described_method(run: RunRecord) -> Mapping[str, str] | None:
     """Title and source of the method: as recorded by the run, or of the method of its name here."""
     own: Mapping[str, str] | None = run.summary.get("origin", {}).get("method")
+    if own is not None:  # a report does not need the code, which may be missing or broken here
+        return own
     kind = METHODS.get(run.method)
-    return own or ({"title": kind.title, "source": kind.source} if kind else None)
+    return {"title": kind.title, "source": kind.source} if kind else None
 
 
 def data_facts(run: RunRecord) -> Facts:
