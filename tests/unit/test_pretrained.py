@@ -15,10 +15,12 @@ from prefed.models.pretrained import (
     ModelError,
     _has_bfloat16,
     find_device,
+    load_causal,
     load_pretrained,
     precision_notes,
     with_dtype,
 )
+from prefed.runs.build import of_parent
 from prefed.runs.start_or_resume import fitted
 from preferences import jsonl, tokenizer
 
@@ -235,3 +237,36 @@ def test_bfloat16_on_a_gpu_that_emulates_it_is_noted(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: emulated)
     _, hint = precision_notes(ModelConfig(name="m", device="cuda", dtype="bfloat16"))
     assert hint.endswith("this GPU emulates it; float16 is faster")
+
+
+@pytest.mark.parametrize(("device", "place"), [("cuda", {"device_map": {"": 1}}), ("cpu", {})])
+def test_weights_are_read_straight_to_the_current_gpu(device, place, gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    asked = []
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **more: asked.append(more))
+    load_causal(
+        ModelConfig.model_validate({**checkpoint(tmp_path / "m", dtype="bfloat16"), "device": device})
+    )
+    (options,) = asked
+    assert {name: value for name, value in options.items() if name == "device_map"} == place
+    assert options["dtype"] == (torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("tables", "device"),
+    [
+        ({"engine": {"workers": 2}}, "cpu"),
+        ({"engine": {"name": "ray"}}, "cpu"),
+        ({}, "auto"),  # it trains
+        ({"engine": {"workers": 2}, "report": {"prompts": ["Hello"]}}, "auto"),  # it writes answers
+        ({"engine": {"workers": 2}, "method": "fedvpa"}, "auto"),  # it infers tastes
+        ({"engine": {"workers": 2}, "model": {"dtype": "float16"}}, "auto"),
+        ({"engine": {"workers": 2}, "model": {"quantize": "nf4"}}, "auto"),
+    ],
+)
+def test_a_process_whose_workers_do_the_work_leaves_the_gpu_to_them(tables, device, gpu, tmp_path):
+    model = {**checkpoint(tmp_path / "m", dtype="bfloat16"), **tables.get("model", {})}
+    data = {"train": "t.jsonl", "partition": {"by": "iid", "clients": 2}}
+    base = {"rounds": 1, "data": data, "method": "feddpo"}
+    experiment = fitted(Experiment.from_tables({**base, **tables, "model": model}, "file"))
+    assert of_parent(experiment).model == experiment.model.model_copy(update={"device": device})

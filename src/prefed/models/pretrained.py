@@ -169,9 +169,9 @@ def load_causal(config: ModelConfig) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    device, options = find_device(config.device), dict[str, Any]()
+    device = find_device(config.device)
     check_dtype(config, device)
-    dtype = getattr(torch, str(with_dtype(config).dtype))
+    dtype, options = getattr(torch, str(with_dtype(config).dtype)), placement(device)
     if config.quantize is not None:
         options = _four_bits(config.quantize, dtype, device)
     return load_pretrained(
@@ -183,6 +183,15 @@ def load_causal(config: ModelConfig) -> Any:
         dtype=dtype,
         **options,
     )
+
+
+def placement(device: torch.device) -> dict[str, Any]:
+    """Return the options of ``from_pretrained`` that read weights to a GPU without a copy in main memory."""
+    return {} if device.type == "cpu" else {"device_map": _device_map(device)}
+
+
+def _device_map(device: torch.device) -> dict[str, int | str]:
+    return {"": torch.cuda.current_device() if device.type == "cuda" else device.type}
 
 
 def check_dtype(config: ModelConfig, device: torch.device) -> None:
@@ -212,8 +221,7 @@ def _four_bits(quantize: str, dtype: torch.dtype, device: torch.device) -> dict[
         bnb_4bit_use_double_quant=True,
     )
     # Weights are quantised on the device that they are loaded to.
-    place = torch.cuda.current_device() if device.type == "cuda" else device.type
-    return {"quantization_config": scheme, "device_map": {"": place}}
+    return {"quantization_config": scheme, "device_map": _device_map(device)}
 
 
 def keep_four_bits(model: Any) -> None:

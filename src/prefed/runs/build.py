@@ -18,7 +18,7 @@ from prefed.core.strict_settings import flatten
 from prefed.core.text import timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.data.tokens import thumbs
-from prefed.engines import JobFactory
+from prefed.engines import JobFactory, backend_name
 from prefed.engines.diagnostics import Diagnostics
 from prefed.engines.job import Job, JobError
 from prefed.engines.stopping import Stopping
@@ -28,6 +28,7 @@ from prefed.methods import TrainingSettings, to_neighbours
 from prefed.methods.base import ClusterSettings
 from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
+from prefed.models.pretrained import with_dtype
 from prefed.runs.reference import reference_folder
 from prefed.train.loss_trainer import check_feedback
 from prefed.train.metrics import find_metrics
@@ -60,6 +61,22 @@ def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
 def selector_settings(experiment: Experiment) -> SelectorConfig | None:
     """Return the settings of the selectors; ``None`` if the method trains policies."""
     return experiment.selector if experiment.method.kind.reads == "choice" else None
+
+
+def of_parent(experiment: Experiment) -> Experiment:
+    """Return the experiment for a process whose workers train and evaluate: its model is on the CPU.
+
+    The process needs weights only for their digest and to save adapters, so GPUs are left to the workers. It
+    uses the device all the same if it writes answers or infers tastes, and for float16 and 4-bit weights,
+    which are not the same on a CPU.
+    """
+    engine, model = experiment.engine, with_dtype(experiment.model)
+    busy = experiment.report is not None or "latent" in experiment.parts
+    if backend_name(engine.name, engine.workers) == "in_process" or busy:
+        return experiment
+    if model.quantize is not None or model.dtype == "float16":
+        return experiment
+    return experiment.model_copy(update={"model": model.model_copy(update={"device": "cpu"})})
 
 
 def build_job(experiment: Experiment, folder: Path) -> Job:

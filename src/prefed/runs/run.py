@@ -32,7 +32,7 @@ from prefed.engines import (
     check_devices,
 )
 from prefed.models import ModelError
-from prefed.runs.build import build_job, job_factory
+from prefed.runs.build import build_job, job_factory, of_parent
 from prefed.runs.data_notices import announce
 from prefed.runs.memory import Rows, from_memory
 from prefed.runs.start_or_resume import (
@@ -169,9 +169,7 @@ def run(
 
         callbacks = [Terminal(), *callbacks]
     check_backend(experiment.engine.name)
-    if numbers := check_devices(experiment.engine.devices or ()):
-        # This process uses the first device.
-        torch.cuda.set_device(numbers[0])
+    check_devices(experiment.engine.devices or ())
     if experiment.align is not None:
         from prefed.runs.align import align, check_alignment
 
@@ -262,7 +260,11 @@ def conclude(
 
 def _begin(experiment: Experiment, writer: RunWriter) -> Job:
     """Build the job, and commit round 0 or check that data and model of a resumed run are unchanged."""
-    job = build_in_cache(writer, lambda cache: build_job(experiment, cache))
+    own = of_parent(experiment)
+    if own.model.device != "cpu" and (numbers := check_devices(experiment.engine.devices or ())):
+        # This process uses the first device.
+        torch.cuda.set_device(numbers[0])
+    job = build_in_cache(writer, lambda cache: build_job(own, cache))
     if experiment.align is not None:
         from prefed.runs.align import check_named_tastes
 

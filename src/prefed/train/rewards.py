@@ -15,6 +15,7 @@ import torch
 from prefed.data import Prompt, TokenSet
 from prefed.data.encoding import Template
 from prefed.models import ModelError, load_pretrained
+from prefed.models.pretrained import placement
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
 
 BATCH, BLOCK = 16, 512
@@ -51,6 +52,7 @@ class RewardModel:
             _KIND,
             dtype=torch.float32,
             output_loading_info=True,
+            **placement(device),
         )
         missing = set(report["missing_keys"]) & {key for key, _ in self.model.named_parameters()}
         if missing:

@@ -21,7 +21,7 @@ from prefed.core.text import did_you_mean, listed
 from prefed.data import Record
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
 from prefed.models import ModelConfig, load_pretrained, make_backbone
-from prefed.models.pretrained import find_device
+from prefed.models.pretrained import find_device, placement
 from prefed.train.generation import Sampling, complete
 from prefed.train.rewards import RewardModel, model_fingerprint
 
@@ -48,7 +48,8 @@ class LocalJudge:
         self._template = get_template(options.template)
         tokenizer = load_pretrained(AutoTokenizer, KEY, folder, "tokenizer")
         # "auto" keeps the dtype of the checkpoint.
-        model = load_pretrained(AutoModelForCausalLM, KEY, folder, KIND, dtype="auto")
+        options_of_load = placement(find_device(options.device))
+        model = load_pretrained(AutoModelForCausalLM, KEY, folder, KIND, dtype="auto", **options_of_load)
         config = ModelConfig.model_validate({"name": folder, "device": options.device, "lora": {"rank": 1}})
         self._backbone = make_backbone(model, tokenizer, config, Key(0))
         self._how = Sampling(max_tokens=options.judge_tokens, temperature=0)
