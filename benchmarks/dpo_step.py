@@ -70,9 +70,9 @@ PEERS = {
 class Prefed:
     """prefed's trainer, driven a step at a time."""
 
-    def __init__(self, model: Any, pairs: Pairs, *, batch: int, bf16: bool) -> None:
+    def __init__(self, model: Any, pairs: Pairs, *, batch: int, bf16: bool, **settings: Any) -> None:
         lora = LoraSettings(rank=8, alpha=16, dropout=0.0)
-        config = ModelConfig(name="model", lora=lora, dtype="bfloat16" if bf16 else "float32")
+        config = ModelConfig(name="model", lora=lora, dtype="bfloat16" if bf16 else "float32", **settings)
         self.backbone = make_backbone(model, None, config, Key(0))
         self.trainer = PairTrainer(self.backbone, pairs)  # type: ignore[arg-type]
         self.everything = np.arange(len(pairs))
