@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,9 @@ from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.engines.validation import read_figures
 from prefed.runs.evaluate import evaluate, evaluate_file
+from prefed.runs.finished_run import read_run
 from prefed.runs.loaded_run import load_run
+from prefed.ui.pages.page import render
 
 THUMBS = {"preference_accuracy", "reward_accuracy", "baseline_accuracy", "margin", "kto_loss"}
 REWARDS = {"reward_up", "reward_down"}
@@ -62,6 +65,9 @@ def test_a_run_on_thumbs(place, method, tmp_path):
     assert summary["baseline_accuracy"]["per_client"] == {"left": 0.0, "right": 0.5}
     assert summary["clients"]["left"]["train"] == 16
     assert summary["loss"] < 0.5
+    page = render(read_run(tmp_path / "run"))
+    assert "balanced accuracy over thumbs" in page
+    assert not re.search("share of pairs (whose|on which|in which)", page)
     again = evaluate(load_run(tmp_path / "run", data=True))
     for name in THUMBS | REWARDS:
         told = summary[name]

@@ -83,6 +83,11 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, Figure]:
     return {name: Figure(name, *_words(name, kind, thumbs), values[name]) for name in order}
 
 
+def reward_meaning(thumbs: bool) -> str:
+    """Return the meaning of the reward accuracy on thumbs or on pairs."""
+    return THUMB_MEANING.format("KTO's reference point") if thumbs else REWARD_MEANING
+
+
 def _words(name: str, kind: str, thumbs: bool) -> tuple[str, str]:
     """Return the label and the meaning of a metric.
 
@@ -111,10 +116,7 @@ def _words(name: str, kind: str, thumbs: bool) -> tuple[str, str]:
             if kind == "personal"
             else ("preference accuracy", probable)
         ),
-        "reward_accuracy": (
-            "reward accuracy",
-            THUMB_MEANING.format("KTO's reference point") if thumbs else REWARD_MEANING,
-        ),
+        "reward_accuracy": ("reward accuracy", reward_meaning(thumbs)),
         "normalized_accuracy": ("normalised accuracy", f"{probable}, per token"),
         "combined_accuracy": (
             "combined accuracy",

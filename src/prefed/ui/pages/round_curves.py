@@ -132,10 +132,11 @@ def accuracy(run: RunRecord) -> Chart:
     _, rewards = run.curve("reward_accuracy")
     if rewards and len(accuracies(run)) > 1:
         text += f" Reward accuracy ends at {rewards[-1]:.1%}, mean over clients."
-        caption += (
-            " Preference accuracy: share of pairs in which the model assigns the chosen response the higher "
-            f"probability. Reward accuracy: {REWARD_MEANING}."
-        )
+        if "kto_loss" not in run.summary:
+            caption += (
+                " Preference accuracy: share of pairs in which the model assigns the chosen response the "
+                f"higher probability. Reward accuracy: {REWARD_MEANING}."
+            )
     if interval is not None:
         caption += " The band is the 95% interval of the mean, for the same clients with other pairs."
     return Chart("accuracy", text, caption, panels, same=True)

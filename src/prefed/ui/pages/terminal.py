@@ -12,12 +12,12 @@ from prefed.core.records import Summary, metrics_of_clients
 from prefed.core.text import duration, pluralize, printable, size
 from prefed.runs.data_notices import CUT, LEFT_OUT
 from prefed.runs.metrics import (
-    REWARD_MEANING,
     REWARDED,
     Grouping,
     agreements,
     figures_of,
     profiles_of,
+    reward_meaning,
     selector_figures,
 )
 from prefed.train.metrics import MEAN_METRICS, small_clients_note
@@ -49,7 +49,8 @@ def print_result(
     console.print(terminal(_clients(summary, more or {})))
     console.print(verdict(summary), soft_wrap=True)
     if "majority_accuracy" not in summary:
-        console.print(f"reward accuracy: {REWARD_MEANING}", soft_wrap=True, style="dim")
+        meaning = reward_meaning("kto_loss" in summary)
+        console.print(f"reward accuracy: {meaning}", soft_wrap=True, style="dim")
     if summary["left_out"]:
         one, several = (f"{who} no {summary['split']} pairs and" for who in ("client has", "clients have"))
         console.print(f"{pluralize(summary['left_out'], f'{one} was', f'{several} were')} not evaluated")
