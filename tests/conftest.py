@@ -12,6 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# A program: importing it gives the process another device, see there.
+collect_ignore = ["fake_gpu.py"]
+
 BESIDE = Path(__file__).resolve().parent.parent.parent / "shared"
 
 # A run of the suite is a function of the code: the same examples every time, and no clock decides.

@@ -178,6 +178,7 @@ def test_trl_s_side_names_what_trl_has() -> None:
             assert {keyword.arg for keyword in call.keywords} <= parameters[call.func.id]
             checked += 1
     assert checked == 2
+    fields |= {field.name for field in dataclasses.fields(trl.KTOConfig)}
     table = page("trl").partition("## Where a setting went")[2].partition("\n\n`rewards")[0]
     for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
         for word in re.findall(r"`([a-z_0-9]+)(?:=.*?)?`", row):

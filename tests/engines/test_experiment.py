@@ -19,6 +19,7 @@ from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.loaded_run import load_run
 from prefed.runs.reference import reference_folder
 from prefed.runs.run import default_out
+from prefed.runs.start_or_resume import fitted
 from prefed.store import RunReader, StoreError
 from prefed.train.metrics import client_metrics
 from prefed.train.pair_cache import PairScoreCache
@@ -113,12 +114,13 @@ def test_alike_runs_share_the_reference_and_no_other_does(place, tmp_path, monke
     run(second, tmp_path / "second")
     assert left(tmp_path / "second") == left(tmp_path / "alone")
     assert not (tmp_path / "second/cache/reference").exists()
-    tables = second.tables()
+    tables = fitted(second).tables()
     tables["method"]["lr"] = 0.5
     assert reference_folder(Experiment.from_tables(tables, "tables"), tmp_path) == folder
     for other in ({"seed": 8}, {"evaluate": {"every": 1}}, {"engine": {"max_tokens": 512}}):
-        assert reference_folder(experiment(place, **{"evaluate": {"every": 0}, **other}), tmp_path) != folder
-    assert reference_folder(experiment(place, "fedper", evaluate={"every": 0}), tmp_path) != folder
+        alone = fitted(experiment(place, **{"evaluate": {"every": 0}, **other}))
+        assert reference_folder(alone, tmp_path) != folder
+    assert reference_folder(fitted(experiment(place, "fedper", evaluate={"every": 0})), tmp_path) != folder
 
 
 def test_a_run_leaves_what_it_returns(place, whole):
@@ -264,7 +266,7 @@ def test_a_run_whose_data_and_model_moved_goes_on_and_notes_their_place(place, w
     moved = shutil.copytree(place, tmp_path / "moved")
     run(experiment(moved, rounds=2), tmp_path / "run", resume=True)
     config = tomllib.loads((tmp_path / "run/config.toml").read_text())
-    assert config == experiment(moved, rounds=2).tables()
+    assert config == fitted(experiment(moved, rounds=2)).tables()
     run(experiment(place), tmp_path / "run", resume=True)
     assert left(tmp_path / "run") == left(whole.path)
     with (moved / "train.jsonl").open("a") as file:
@@ -273,7 +275,7 @@ def test_a_run_whose_data_and_model_moved_goes_on_and_notes_their_place(place, w
         shutil.rmtree(tmp_path / "run/cache")
         with pytest.raises(StoreError, match="its data changed since it started"):
             run(experiment(moved, rounds=rounds), tmp_path / "run", resume=True)
-        assert tomllib.loads((tmp_path / "run/config.toml").read_text()) == experiment(place).tables()
+        assert tomllib.loads((tmp_path / "run/config.toml").read_text()) == fitted(experiment(place)).tables()
 
 
 def test_settings_that_are_no_experiment_are_named(place, tmp_path):

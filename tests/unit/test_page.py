@@ -34,7 +34,7 @@ def text(run):
 def test_rounds_without_a_loss_have_a_page(tmp_path):
     path = write_run(tmp_path / "run")
     lines = (path / "rounds.jsonl").read_text()
-    (path / "rounds.jsonl").write_text(lines.replace('"loss"', '"lost"'))
+    (path / "rounds.jsonl").write_text(lines.replace('"loss"', '"no_loss"'))
     assert "Training loss over rounds" not in render(read_run(path))
 
 
