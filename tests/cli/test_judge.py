@@ -322,14 +322,17 @@ def test_equal_texts_are_no_rate_where_the_judge_failed():
     assert summarize([tie, tie], 0, how)["win_rate"]["mean"] == 0.5
 
 
-def test_a_prompt_that_is_judged_again_is_no_further_prompt():
-    """One win, one loss, on two prompts or both on one: the rate is the same, the interval is wider, and the
-    note says over how many prompts it is."""
+@pytest.mark.parametrize("form", [str, lambda text: [{"role": "user", "content": str(text)}]])
+def test_a_prompt_that_is_judged_again_is_no_further_prompt(form):
+    """One win, one loss, on two prompts or both on one, as texts or as messages: the rate is the same, the
+    interval is wider, and the note says over how many prompts it is."""
     said = {"preference": 1.0, "words": "A"}
     texts = {"text": "x", "against": "y", "first": said, "second": said}
-    judged = [{**texts, "outcome": value, "prompt": str(k)} for k, value in enumerate((1.0, 0.0))]
+    judged = [{**texts, "outcome": value, "prompt": form(k)} for k, value in enumerate((1.0, 0.0))]
     how = Comparison("utility", Path("p.txt"))
-    once, again = summarize(judged, 0, how), summarize([{**row, "prompt": "0"} for row in judged], 0, how)
+    once, again = (
+        summarize(each, 0, how) for each in (judged, [{**row, "prompt": form(0)} for row in judged])
+    )
     assert once["win_rate"]["mean"] == again["win_rate"]["mean"] == 0.5
     assert once["win_rate"]["high"] < again["win_rate"]["high"]
     assert "distinct prompts" not in once["note"]

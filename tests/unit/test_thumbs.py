@@ -98,10 +98,10 @@ def test_columns_can_be_named(tmp_path):
     [
         (
             thumb(1, "yes"),
-            "true or 1 for a thumb up, or false or 0 for a thumb down, not 'yes'",
+            'true, 1 or "up" for a thumb up, or false, 0 or "down" for a thumb down, not \'yes\'',
         ),
-        (thumb(1, None), "label must be true or 1"),
-        (thumb(1, 2), "label must be true or 1"),
+        (thumb(1, None), "label must be true, 1 or"),
+        (thumb(1, 2), "label must be true, 1 or"),
         (thumb(1, True, completion=" "), "completion is empty"),
         (thumb(1, True, completion=3), "completion must be text or a list of messages, not a number"),
         (thumb(1, True, completion=[TURN], prompt=[TURN]), "completion must end with an assistant message"),
@@ -114,6 +114,20 @@ def test_errors_name_file_and_row(tmp_path, row, message):
         build(tmp_path, [thumb(0, True), row], columns=None if "chosen" not in row else {"label": "label"})
     assert f"{tmp_path / 'rows.jsonl'}, row 2: " in str(error.value)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("first", ["a thumb", "a pair"])
+def test_a_file_of_pairs_and_thumbs_is_refused_in_any_order(tmp_path, first):
+    """The second row is named, and the way to read every pair as two thumbs."""
+    rows = {
+        "a thumb": thumb(0, True),
+        "a pair": {"prompt": "Q:", "chosen": " a", "rejected": " b", "client": "ann"},
+    }
+    (second,) = rows.keys() - {first}
+    with pytest.raises(DataError, match=r'format = "thumbs"') as error:
+        build(tmp_path, [rows[first], rows[second]])
+    place = tmp_path / "rows.jsonl"
+    assert f"{place}, row 2: this train row is {second}, but {place}, row 1 is {first}" in str(error.value)
 
 
 def test_pairs_and_thumbs_are_not_mixed(tmp_path):

@@ -169,8 +169,10 @@ def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Compari
     asked = [row["outcome"] for row in verdicts if row["first"]["words"] != SAME]
     # Equal texts are ties without a judge. If all questions failed, these ties do not make a rate.
     unjudged = bool(asked) and all(outcome is None for outcome in asked)
+    # A prompt is a text or a list of messages.
+    prompts = [json.dumps(row["prompt"], sort_keys=True) for row in verdicts]
     try:
-        rate = win_rate(asked) if unjudged else win_rate(outcomes, [row["prompt"] for row in verdicts])
+        rate = win_rate(asked) if unjudged else win_rate(outcomes, prompts)
     except NothingJudgedError as error:
         answers = (row[order] for row in verdicts for order in ("first", "second"))
         words = [answer["words"] for answer in answers if answer["preference"] is None]

@@ -71,6 +71,11 @@ def read_records(
                 form, file = detect_format(row), location.file
             except RowError as error:
                 raise DataError(f"{location}: {error}") from error
+        elif setting is None and form in (FORMATS["pairs"], FORMATS["thumbs"]):
+            # Pairs and thumbs in one file are told apart, and then refused.
+            pair, thumb = {"chosen", "rejected"} <= row.keys(), {"completion", "label"} <= row.keys()
+            if pair != thumb:
+                form = FORMATS["pairs" if pair else "thumbs"]
         assert form is not None
         pairs: list[RawPair | None] = []
         with errors.at(location):

@@ -223,7 +223,7 @@ def parse_label(item: Any, name: str) -> bool:
     plain = int(item) if isinstance(item, float) and item.is_integer() else item
     if str(plain).lower() not in _LABELS:
         raise RowError(
-            f"{name} must be true or 1 for a thumb up, or false or 0 for a thumb down, not "
+            f'{name} must be true, 1 or "up" for a thumb up, or false, 0 or "down" for a thumb down, not '
             f"{reprlib.repr(item)}"
         )
     return _LABELS[str(plain).lower()]
