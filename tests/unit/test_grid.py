@@ -16,6 +16,7 @@ from finished import small_experiment, small_place, write_run
 from prefed.config import ConfigError
 from prefed.config.experiment_table import parse_grid, parse_seeds
 from prefed.runs import sweep_child
+from prefed.runs.start_or_resume import fitted
 from prefed.runs.sweep import Sweep, check_cells, grid_cells
 from prefed.ui.cli import app
 from prefed.ui.pages.sweep import keep_grid, sentence
@@ -51,7 +52,7 @@ class Toy:
         self.calls.append(f"{run.out.name} {run.experiment.evaluate.split}" + (" test" if run.test else ""))
         mean = self.figure(run.experiment)
         if not run.finished:
-            settings = run.experiment.tables()
+            settings = fitted(run.experiment).tables()
             ends = {"ann": (0.4, 0.4, mean + 0.1), "bob": (0.4, 0.4, mean - 0.1)}
             write_run(run.out, ends, settings=settings, split=run.experiment.evaluate.split)
             (run.out / "commit").write_text("abc1234\n")

@@ -19,6 +19,7 @@ from commands import sweep_command
 from finished import small_place
 from prefed.config import ConfigError, to_toml
 from prefed.runs import sweep_child
+from prefed.runs.start_or_resume import fitted
 from prefed.runs.sweep import Sweep, check_cells, next_rate, sweep_cells
 from prefed.runs.sweep_child import code_version, commits, run_in_process
 from prefed.ui.cli import app
@@ -65,7 +66,7 @@ class Toy:
         figures = {name: {"mean": mean, "worst": mean / 2} for name in names}
         run.out.mkdir(parents=True, exist_ok=True)
         if not (run.out / "config.toml").exists():
-            (run.out / "config.toml").write_text(to_toml(run.experiment))
+            (run.out / "config.toml").write_text(to_toml(fitted(run.experiment)))
             (run.out / "commit").write_text(self.commit + "\n")
         rest = {"bytes": {"up": 1_000_000, "down": 2_000_000}, "seconds": 1.0}
         (run.out / "summary.json").write_text(json.dumps({**figures, **rest}))

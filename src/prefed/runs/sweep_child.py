@@ -106,7 +106,7 @@ class SweepRun:
         # Imported here: PyTorch takes seconds, and an invalid table is reported before.
         from prefed.runs.start_or_resume import fitted, is_place
 
-        stored = fitted(Experiment.parse(config.read_text("utf-8")))
+        stored = Experiment.parse(config.read_text("utf-8"))
         asked = fitted(self.experiment, stored).tables()
         listed = [
             f"{name} is {before!r}, not {after!r}"
