@@ -128,4 +128,17 @@ def away(layout: Layout, initial: Tensors, scale: float = 0.05, seed: int = 3) -
     return Tensors(layout, initial.flat + scale * noise)
 
 
-__all__ = ["FAMILIES", "VOCABULARY", "Choices", "Pair", "Pairs", "away", "backbone", "causal"]
+def put_lora(model: torch.nn.Module, tensors: Tensors) -> dict[str, torch.nn.Parameter]:
+    """Copy every tensor of a LoRA into PEFT's model; returns its parameters by our names."""
+    parameters = {}
+    for path, parameter in model.named_parameters():
+        for name in tensors:
+            _, block, module, factor = name.split("/")
+            if f".{block}.{module}.lora_{factor}." in path:
+                parameter.data.copy_(tensors[name])
+                parameters[name] = parameter
+    assert parameters.keys() == set(tensors)
+    return parameters
+
+
+__all__ = ["FAMILIES", "VOCABULARY", "Choices", "Pair", "Pairs", "away", "backbone", "causal", "put_lora"]

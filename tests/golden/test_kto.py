@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.small_models import Pair, Pairs, away, backbone, causal
+from tests.small_models import Pair, Pairs, away, backbone, causal, put_lora
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.train import PairTrainer
@@ -154,14 +154,7 @@ def test_loss_and_gradients_of_a_model_are_trls(family: str, tmp_path: Path) -> 
         PairTrainer(ours, THUMBS).visit(EVERY, Key(0), parts).gradient(start, Objective("kto", SETTINGS))
     )
     theirs = trl_trainer(family, tmp_path)
-    parameters = {}
-    for path, parameter in theirs.model.named_parameters():
-        for name in start:
-            _, block, module, factor = name.split("/")
-            if f".{block}.{module}.lora_{factor}." in path:
-                parameter.data.copy_(start[name])
-                parameters[name] = parameter
-    assert parameters.keys() == set(start)
+    parameters = put_lora(theirs.model, start)
     examples = []
     for row in EVERY:
         prompt, response, unrelated = (ids.tolist() for ids in THUMBS.pair(row, (row + 1) % 7))
@@ -180,6 +173,27 @@ def test_loss_and_gradients_of_a_model_are_trls(family: str, tmp_path: Path) -> 
     scale = torch.cat([parameter.grad.reshape(-1) for parameter in parameters.values()]).norm()
     for name, parameter in parameters.items():
         torch.testing.assert_close(gradient[name], parameter.grad, rtol=0, atol=1e-4 * float(scale))
+
+
+def test_the_reference_is_asked_once_for_thumbs_that_are_scored_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Model and reference pass once each for the first scores, and the model alone for the next, which are
+    equal. Other rows have other unrelated responses, so the reference passes again."""
+    ours = backbone("llama")
+    trainer, start = PairTrainer(ours, THUMBS), away(ours.layout, ours.initial)
+    passes, outputs = [], trainer.model.outputs
+    monkeypatch.setattr(
+        trainer.model, "outputs", lambda rows, **options: passes.append(len(rows)) or outputs(rows, **options)
+    )
+    first, again = trainer.score(start, EVERY), trainer.score(start, EVERY)
+    assert isinstance(first, ThumbScores)
+    assert isinstance(again, ThumbScores)
+    assert passes == [7, 7, 7]
+    assert np.array_equal(first.reference, again.reference)
+    assert np.array_equal(first.policy, again.policy)
+    trainer.score(start, EVERY[:5])
+    assert passes == [7, 7, 7, 5, 5]
 
 
 @pytest.mark.parametrize("most", [4096, 30])

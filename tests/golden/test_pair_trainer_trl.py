@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.small_models import Pairs, away, backbone, causal
+from tests.small_models import Pairs, away, backbone, causal, put_lora
 
 from prefed.core import Key, Objective, Owner, Ownership
 from prefed.train import PairTrainer
@@ -63,14 +63,7 @@ def test_loss_and_gradients_are_trls(family: str, tmp_path: Path) -> None:
     )
 
     theirs = trainer(family, tmp_path)
-    parameters = {}
-    for path, parameter in theirs.model.named_parameters():
-        for name in start:
-            _, block, module, factor = name.split("/")
-            if f".{block}.{module}.lora_{factor}." in path:
-                parameter.data.copy_(start[name])
-                parameters[name] = parameter
-    assert parameters.keys() == set(start)
+    parameters = put_lora(theirs.model, start)
     examples = [
         {f"{key}_ids": getattr(PAIRS.pair(row), key).tolist() for key in ("prompt", "chosen", "rejected")}
         for row in range(4)

@@ -14,13 +14,14 @@ from prefed.core import Objective
 from prefed.core.strict_settings import StrictModel
 from prefed.data import Source
 from prefed.models import ModelConfig
-from prefed.train.losses import OBJECTIVES, objective
+from prefed.train.losses import OBJECTIVES, PairLoss, objective
 
-POLICY_OBJECTIVES = tuple(
-    name
-    for name, loss in OBJECTIVES.builtin.items()
-    if loss.needs_rejected and not loss.needs_reward and not loss.unpaired
-)
+
+def _needs_only_pairs(loss: PairLoss) -> bool:
+    return loss.needs_rejected and not loss.needs_reward and not loss.unpaired
+
+
+POLICY_OBJECTIVES = tuple(name for name, loss in OBJECTIVES.builtin.items() if _needs_only_pairs(loss))
 
 
 class AlignConfig(StrictModel):
@@ -168,7 +169,7 @@ class AlignConfig(StrictModel):
             ValueError: the objective is unknown or needs more than labelled pairs, or has no such setting.
         """
         loss = objective(self.objective)
-        if not loss.needs_rejected or loss.needs_reward or loss.unpaired:
+        if not _needs_only_pairs(loss):
             raise ValueError(
                 f"objective {self.objective!r} cannot train on labelled pairs; choose from: "
                 + ", ".join(POLICY_OBJECTIVES)

@@ -11,7 +11,7 @@ import torch
 
 from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
 from prefed.data.tokens import thumbs
-from prefed.train.losses import CHOICE, OBJECTIVES, ChoiceBatch, PairBatch, PairLoss, ThumbBatch
+from prefed.train.losses import CHOICE, ChoiceBatch, PairBatch, PairLoss, ThumbBatch, reads_thumbs
 from prefed.train.losses import objective as find_loss
 from prefed.train.optimizer_steps import (
     PhaseSteps,
@@ -200,7 +200,7 @@ class ThumbTrainer(LossTrainer):
         return self._known[part.tobytes()]
 
     def _scoring_reference(self, part: Rows) -> npt.NDArray[np.float32]:
-        return self._references.mismatched(part)
+        return self._references.scoring_mismatched(part)
 
     def _batch(
         self, outputs: torch.Tensor, rows: Rows, loss: PairLoss, reference: npt.NDArray[np.float32] | None
@@ -219,7 +219,7 @@ def check_feedback(name: str, labels: npt.NDArray[np.int8]) -> None:
     Raises:
         ValueError: it trains on pairs, and these are thumbs, or the reverse.
     """
-    unpaired = (loss := OBJECTIVES.get(name)) is not None and loss.unpaired
+    unpaired = reads_thumbs(name)
     if unpaired and not labels.all():
         raise ValueError(
             f"objective {name!r} trains on thumbs, but the training data are pairs; use 'kto_pair', or read "

@@ -231,6 +231,7 @@ class ReferenceLogprobs:
         self.scoring = PairScoreCache(len(model.tokens), folder, name)
         self.training = PairScoreCache(len(model.tokens), folder, f"{name}-training")
         self.one_by_one = model.backbone.device.type == "cpu"
+        self._mismatched: dict[bytes, npt.NDArray[np.float32]] = {}
 
     def fill_scoring(self, rows: Rows) -> None:
         """Compute all of ``rows`` for scoring if one of them is missing.
@@ -261,6 +262,13 @@ class ReferenceLogprobs:
         """Return ``[n, 2]`` log π_ref of mismatched ``rows`` ``[n, 2]``, which are not cached."""
         self._model.backbone.load(self._model.backbone.reference)
         return self._model.outputs(rows, rewards=self._model.backbone.reward is not None)[:, :2]
+
+    def scoring_mismatched(self, rows: Rows) -> npt.NDArray[np.float32]:
+        """Return :meth:`mismatched` of ``rows`` for scoring, which are the same each time, computed once."""
+        key = rows.tobytes()
+        if key not in self._mismatched:
+            self._mismatched[key] = self.mismatched(rows)
+        return self._mismatched[key]
 
     def _compute(self, cache: PairScoreCache, blocks: list[Rows]) -> None:
         """Store the outputs of ``blocks`` in ``cache``, one pass or more per block."""

@@ -20,7 +20,7 @@ from prefed.models import Backbone
 from prefed.models.adapters import save_adapter
 from prefed.models.backbone import model_digest
 from prefed.train.loss_trainer import ChoiceTrainer, LossTrainer, ThumbTrainer
-from prefed.train.losses import LATENT, OBJECTIVES, PPO
+from prefed.train.losses import LATENT, PPO, reads_thumbs
 from prefed.train.metrics import ChoiceScores, PairScores, ThumbScores
 from prefed.train.optimizer_steps import Visit, first_loss_scale
 from prefed.train.pair_cache import Rows, mismatched
@@ -104,8 +104,7 @@ class PairTrainer:
 
     def trainer(self, objective: Objective) -> ObjectiveTrainer:
         """Return the trainer of an objective."""
-        loss = OBJECTIVES.get(objective.name)
-        other = self._thumb_trainer if loss is not None and loss.unpaired else self._loss_trainer
+        other = self._thumb_trainer if reads_thumbs(objective.name) else self._loss_trainer
         return self.trainers.get(objective.name, other)
 
     def visit(self, rows: Rows, key: Key, ownership: Ownership) -> PairVisit:
@@ -125,7 +124,7 @@ class PairTrainer:
             if not labels.all():
                 raise ValueError("some of the rows are pairs and some are thumbs; score them separately")
             both = mismatched(rows)
-            reference = self.references.mismatched(both)
+            reference = self.references.scoring_mismatched(both)
             self.backbone.load(tensors)
             return ThumbScores(self.model.outputs(both), reference, labels > 0)
         self.references.fill_scoring(_not_empty(rows))

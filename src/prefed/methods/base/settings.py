@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from prefed.core import Objective, Optimizer, Phase
 from prefed.core.strict_settings import StrictModel
 from prefed.merge import lora
-from prefed.train.losses import CHOICE, OBJECTIVES, PPO, objective
+from prefed.train.losses import CHOICE, OBJECTIVES, PPO, objective, reads_thumbs
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -90,8 +90,7 @@ class TrainingSettings(StrictModel):
     @property
     def unpaired(self) -> bool:
         """Whether clients train on thumbs instead of pairs."""
-        loss = OBJECTIVES.get(self.goal().name)
-        return loss is not None and loss.unpaired
+        return reads_thumbs(self.goal().name)
 
     def batches(self) -> tuple[int, int]:
         """Pairs in a batch, and batches that make an optimiser step."""

@@ -21,7 +21,16 @@ from prefed.train.losses.preference import (
     sft,
     simpo,
 )
-from prefed.train.losses.registry import CHOICE, LATENT, OBJECTIVES, PPO, ObjectiveSpec, PairLoss, objective
+from prefed.train.losses.registry import (
+    CHOICE,
+    LATENT,
+    OBJECTIVES,
+    PPO,
+    ObjectiveSpec,
+    PairLoss,
+    objective,
+    reads_thumbs,
+)
 
 __all__ = [
     "CHOICE",
@@ -45,6 +54,7 @@ __all__ = [
     "odpo",
     "orpo",
     "pdpo",
+    "reads_thumbs",
     "reward_metrics",
     "robust",
     "sft",

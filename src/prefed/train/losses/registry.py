@@ -241,6 +241,15 @@ CHOICE = _entry(choice, "FedBiscuit, ICLR 2025, eq. 3", needs_reference=False)
 """Objective of selectors. It is not in :data:`OBJECTIVES`, because it uses log-odds of choices."""
 
 
+def reads_thumbs(name: str) -> bool:
+    """Whether an objective trains on thumbs; the others, PPO and those of selectors included, on pairs.
+
+    >>> reads_thumbs("kto"), reads_thumbs("dpo"), reads_thumbs("ppo")
+    (True, False, False)
+    """
+    return (loss := OBJECTIVES.get(name)) is not None and loss.unpaired
+
+
 def objective(name: str) -> PairLoss:
     """Return the objective with the given name.
 
