@@ -16,7 +16,8 @@ included, each side in a process of its own, with the largest batch; with a GPU 
 ``--bf16`` adds both sides in bf16: the weights' dtype, and TRL's own ``bf16``.
 
 The last lines compare prefed's time with the matrix products that a step cannot do without: their rate as a
-share of the fastest product of a batch with one of the model's weights, in the same dtype.
+share of the fastest product of a batch with one of the model's weights, in the same dtype. On a CPU they also
+say where a profiled step's time goes.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from common import (
     parse_with_model,
     timed,
 )
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
@@ -57,7 +59,7 @@ from prefed.models import LoraSettings, ModelConfig, make_backbone
 from prefed.models.families import FAMILIES
 from prefed.train import PairTrainer
 
-BETA, LR = 0.1, 1e-4
+BETA, LR, RANK = 0.1, 1e-4, 8
 PEERS = {
     "trl": (False, False),
     "trl, reference precomputed": (True, False),
@@ -71,7 +73,7 @@ class Prefed:
     """prefed's trainer, driven a step at a time."""
 
     def __init__(self, model: Any, pairs: Pairs, *, batch: int, bf16: bool, **settings: Any) -> None:
-        lora = LoraSettings(rank=8, alpha=16, dropout=0.0)
+        lora = LoraSettings(rank=RANK, alpha=16, dropout=0.0)
         config = ModelConfig(name="model", lora=lora, dtype="bfloat16" if bf16 else "float32", **settings)
         self.backbone = make_backbone(model, None, config, Key(0))
         self.trainer = PairTrainer(self.backbone, pairs)  # type: ignore[arg-type]
@@ -192,6 +194,26 @@ def needed_flops(model: Any, pairs: Pairs, rows: np.ndarray) -> float:
     return total
 
 
+def shares(side: Prefed, rows: np.ndarray) -> dict[str, float]:
+    """Kind of work → its share of the CPU time of a step, by PyTorch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+        side.step(rows)
+    took = {
+        "products with frozen weights": 0.0,
+        "products with LoRA's": 0.0,
+        "attention": 0.0,
+        "all else": 0.0,
+    }
+    for event in trace.key_averages(group_by_input_shape=True):
+        if event.key in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"):
+            lora = any(RANK in shape for shape in event.input_shapes)
+            kind = "products with LoRA's" if lora else "products with frozen weights"
+        else:
+            kind = "attention" if "attention" in event.key else "all else"
+        took[kind] += event.self_cpu_time_total
+    return {kind: time / sum(took.values()) for kind, time in took.items()}
+
+
 def add_peer(base: Any, name: str, pairs: Pairs, args: argparse.Namespace, reference: np.ndarray) -> Trl:
     """One of :data:`PEERS` over a model."""
     precomputed, compact = PEERS[name]
@@ -297,6 +319,9 @@ def main() -> None:
         dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
         peak = matmul_peak(*((tokens, *size) for size in weights(model)), dtype=dtype)
         print(f"  {name}: needed work at {rate:.0f} GFLOP/s, {100 * rate / peak:.0f}% of {peak:.0f}")
+        if not torch.cuda.is_available():
+            parts = shares(ours[name], batches[-1]).items()
+            print("    " + ", ".join(f"{kind} {100 * share:.0f}%" for kind, share in parts))
 
 
 if __name__ == "__main__":
