@@ -27,19 +27,29 @@ def phase(model, objective=GOAL, **changes):
     return Phase("train", trained(model), objective, **{**fields, **changes})
 
 
-def hidden(model, text):
-    """h of a text's last token, by plain transformers."""
+def hidden(model, text, layer):
+    """h of a text's tokens, by plain transformers."""
     ids = torch.tensor([model.tokenizer(text)["input_ids"]])
     with torch.no_grad():
         out = model.causal(input_ids=ids, output_hidden_states=True)
-    return out.hidden_states[-1][0]
+    if layer is None:
+        return out.hidden_states[-1][0]
+    states = out.hidden_states[layer][0]
+    return states / states.norm(dim=1, keepdim=True) * states.shape[1] ** 0.5
+
+
+def test_a_layer_that_the_model_lacks_is_refused():
+    """Of two blocks the second is the default's."""
+    with pytest.raises(ValueError, match=r"layer = 2: the model has 2 blocks"):
+        backbone(layer=2)
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("pool", ["end", "mean"])
-def test_features_are_the_last_hidden_states_of_plain_transformers(pairs, fast, pool, tmp_path):
-    """At end-of-text, which is fed; or the mean over the response's tokens. First in alphabetical order."""
-    model, plain = (backbone(fast=one, pool=pool) for one in (fast, False))
+@pytest.mark.parametrize(("pool", "layer"), [("end", None), ("mean", None), ("mean", 1)])
+def test_features_are_the_hidden_states_of_plain_transformers(pairs, fast, pool, layer, tmp_path):
+    """At end-of-text, which is fed; or the mean over the response's tokens. First in alphabetical order. Of an
+    earlier block each state is divided by its root mean square, and so has length √d."""
+    model, plain = (backbone(fast=one, pool=pool, layer=layer) for one in (fast, False))
     trainer = PairTrainer(model, pairs, fast=fast, cache=tmp_path)
     encoder = ResponseEncoder(model.tokenizer, Template(model.tokenizer), 160)
     features = ResponseFeatures(trainer.model, encoder, tmp_path, "x")
@@ -50,7 +60,7 @@ def test_features_are_the_last_hidden_states_of_plain_transformers(pairs, fast, 
         one = record(int(row), warm=row < 20)
         for response, text in enumerate(sorted((one.chosen, one.rejected))):
             prompt = one.prompt
-            states = hidden(plain, prompt + text + "<eos>")
+            states = hidden(plain, prompt + text + "<eos>", layer)
             count = len(plain.tokenizer(text + "<eos>")["input_ids"])
             want = states[-1] if pool == "end" else states[-count:].mean(0)
             torch.testing.assert_close(got[place, response], want, rtol=1e-4, atol=1e-4)

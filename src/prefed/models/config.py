@@ -73,6 +73,12 @@ class VariationalSettings(StrictModel):
     pool: Literal["end", "mean"] = Field(
         "mean", description="hidden state that represents a response: end-of-text, or the mean over tokens"
     )
+    layer: int | None = Field(
+        None,
+        ge=1,
+        description="earlier block whose output represents a response, each token's state divided by its root "
+        "mean square; default: the last block, after the final norm",
+    )
     prototypes: int = Field(2, ge=1, description="number of taste prototypes")
     scale: float = Field(5.0, gt=0, description="initial length of the prototypes")
 

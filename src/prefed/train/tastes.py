@@ -3,8 +3,8 @@
 In each step z is inferred from a context: training pairs of the client outside the batch. Random draws are
 named and made only where they are used, so disabling one term does not change the draws of others.
 
-The selector reads h, the hidden state of a response under the frozen model after the final norm: the mean
-over the response's tokens, or the state at its end-of-text token. h is computed once per pair and stored with
+The selector reads h, the hidden state of a response under the frozen model: the mean over the response's
+tokens, or the state at its end-of-text token, of the last block after the final norm or of an earlier one. h is computed once per pair and stored with
 the run, as 2 · d floats. It is derived from texts and is as private as they are.
 """
 
@@ -68,14 +68,15 @@ class ResponseFeatures:
 
     def __init__(self, model: PairModel, encoder: ResponseEncoder, folder: Path | None, name: str) -> None:
         self._model, self._encoder, self._folder, self._name = model, encoder, folder, name
-        self._mean = model.backbone.config.variational.pool == "mean"
+        self._settings = model.backbone.config.variational
+        self._mean = self._settings.pool == "mean"
 
     @cached_property
     def _cache(self) -> RecordCache:
         width = self._model.backbone.width
-        pool = self._model.backbone.config.variational.pool
+        layer = "" if self._settings.layer is None else f"-{self._settings.layer}"
         sizes = np.full(len(self._model.tokens), 2 * width, np.int64)
-        return RecordCache(sizes, self._folder, f"{self._name}-{pool}")
+        return RecordCache(sizes, self._folder, f"{self._name}-{self._settings.pool}{layer}")
 
     def fill(self, rows: Rows) -> None:
         """Compute missing ``rows``, which are all training pairs or all held-out pairs of a client.
@@ -117,7 +118,7 @@ class ResponseFeatures:
 
     def _hidden(self, pairs: list[Pair]) -> torch.Tensor:
         """Return h of ``pairs``, ``[n, 2, d]``."""
-        packed = isinstance(self._model.forward, PackedForward)
+        packed = isinstance(self._model.forward, PackedForward) and self._settings.layer is None
         return (self._packed(pairs) if packed else self._padded(pairs)).view(len(pairs), 2, -1)
 
     def _packed(self, pairs: list[Pair]) -> torch.Tensor:
@@ -142,8 +143,11 @@ class ResponseFeatures:
         _, outputs = logits_at(
             backbone.causal, none, input_ids=ids, attention_mask=attention, output_hidden_states=True
         )
-        final: torch.Tensor = outputs.hidden_states[-1]
-        if final.dim() > 3:  # Gemma 3n has four streams, joined after the last block
+        layer = self._settings.layer
+        final: torch.Tensor = outputs.hidden_states[-1 if layer is None else layer]
+        if layer is not None:
+            final = torch.nn.functional.rms_norm(final.float(), final.shape[-1:], eps=1e-6)
+        elif final.dim() > 3:  # Gemma 3n has four streams, joined after the last block
             final = backbone.trunk(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
         if self._mean:
             weights = completion[..., None].float()
