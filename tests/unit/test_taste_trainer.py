@@ -47,8 +47,8 @@ def test_a_layer_that_the_model_lacks_is_refused():
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("pool", "layer"), [("end", None), ("mean", None), ("mean", 1)])
 def test_features_are_the_hidden_states_of_plain_transformers(pairs, fast, pool, layer, tmp_path):
-    """At end-of-text, which is fed; or the mean over the response's tokens. First in alphabetical order. Of an
-    earlier block each state is divided by its root mean square, and so has length √d."""
+    """At end-of-text, which is fed; or the mean over the response's tokens. First in alphabetical order. Of
+    an earlier block each state is divided by its root mean square, and so has length √d."""
     model, plain = (backbone(fast=one, pool=pool, layer=layer) for one in (fast, False))
     trainer = PairTrainer(model, pairs, fast=fast, cache=tmp_path)
     encoder = ResponseEncoder(model.tokenizer, Template(model.tokenizer), 160)

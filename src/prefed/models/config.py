@@ -76,8 +76,8 @@ class VariationalSettings(StrictModel):
     layer: int | None = Field(
         None,
         ge=1,
-        description="earlier block whose output represents a response, each token's state divided by its root "
-        "mean square; default: the last block, after the final norm",
+        description="earlier block whose output represents a response, each token's state divided by its "
+        "root mean square; default: the last block, after the final norm",
     )
     prototypes: int = Field(2, ge=1, description="number of taste prototypes")
     scale: float = Field(5.0, gt=0, description="initial length of the prototypes")

@@ -312,8 +312,8 @@ def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
     if settings.layer is not None and (settings.layer >= text.num_hidden_layers or text.hidden_size != width):
         raise ValueError(
             f"[model.variational] layer = {settings.layer}: the model has {text.num_hidden_layers} blocks of "
-            f"width {text.hidden_size}, and its head reads states of width {width}; choose a block before the "
-            "last, or remove the key, which is necessary if the widths differ"
+            f"width {text.hidden_size}, and its head reads states of width {width}; choose a block before "
+            "the last, or remove the key, which is necessary if the widths differ"
         )
     selector = VariationalSelector(settings, width)
     for name, start in selector.starts(context.key, capped="cap" in context.needs)[part].items():

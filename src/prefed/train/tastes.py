@@ -4,8 +4,9 @@ In each step z is inferred from a context: training pairs of the client outside 
 named and made only where they are used, so disabling one term does not change the draws of others.
 
 The selector reads h, the hidden state of a response under the frozen model: the mean over the response's
-tokens, or the state at its end-of-text token, of the last block after the final norm or of an earlier one. h is computed once per pair and stored with
-the run, as 2 · d floats. It is derived from texts and is as private as they are.
+tokens, or the state at its end-of-text token, of the last block after the final norm or of an earlier one.
+h is computed once per pair and stored with the run, as 2 · d floats. It is derived from texts and is as
+private as they are.
 """
 
 from __future__ import annotations
