@@ -43,7 +43,7 @@ from prefed.networks.federation.federate import experiment_for_sites
 from prefed.networks.federation.flare.kits import Kits, Project, make_kits
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.hub import SiteError, Sites
-from prefed.networks.federation.messages import FORMAT
+from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.build import assemble_job, build_job, build_trainers
@@ -511,7 +511,7 @@ def bait(place: Place) -> Iterator[Row]:
     )
     own = build_job(asked.model_copy(update={"model": asked.model.model_copy(update={"revision": None})}),
                     place.folder / "bait-cache")  # fmt: skip
-    common = {"format": FORMAT, "federation": "wards", "run": secrets.token_hex(8)}
+    common = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": secrets.token_hex(8)}
 
     def ask(**header: Any) -> dict[str, Any]:
         return unpack(place.transport.call("open", pack(**common, **header), 120, 1 << 24))[0]

@@ -42,7 +42,7 @@ from prefed.networks.federation.flare.process import (
     write_job,
 )
 from prefed.networks.federation.flare.transport import FlareTransport
-from prefed.networks.federation.messages import FORMAT
+from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import (
     FederationError,
@@ -270,7 +270,7 @@ def commands(place: Place, transport: FlareTransport) -> None:
         json.dumps({"comm_driver_path": str(place.kits)})
     )
     (place.folder / "settings/app/config/evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
-    transport.call("north", pack(kind="hello", format=FORMAT), 60, 1 << 24)
+    transport.call("north", pack(kind="hello", format=FORMAT, prefed=VERSION), 60, 1 << 24)
     what = outcome_of(transport, place.folder / "settings", wait=30)
     ran = "IT RAN" if mark.exists() else "nothing ran"
     write_job(place.folder / "plain", SITES, 30)
@@ -318,8 +318,8 @@ def requests(place: Place, transport: FlareTransport, run: str) -> None:
 
     def hello(length: int) -> bytes:
         """A request of so many bytes."""
-        bare = len(pack(kind="hello", format=FORMAT))
-        return pack(bytes(length - bare), kind="hello", format=FORMAT)
+        bare = len(pack(kind="hello", format=FORMAT, prefed=VERSION))
+        return pack(bytes(length - bare), kind="hello", format=FORMAT, prefed=VERSION)
 
     visits = {unpack(r)[0]["round"]: r for r in place.requests if unpack(r)[0].get("kind") == "visit"}
     old, last = visits[min(visits)], visits[max(visits)]
@@ -332,7 +332,7 @@ def requests(place: Place, transport: FlareTransport, run: str) -> None:
         f"with it: {came(last)}",
         place.log("north", "not a message"),
     )
-    about = {"format": FORMAT, "federation": "wards", "run": run}
+    about = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": run}
     tell(
         "a request of an unknown kind",
         came(pack(**about, kind="shell")),

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from prefed.config.errors import ConfigError
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.messages import FORMAT
+from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.unix_socket import ask, pack
 from prefed.ui.cli import app
 
@@ -128,7 +128,7 @@ def registers(environment):
 
 
 def is_asked(environment):
-    ask(environment[SITE_DOOR], pack(kind="hello", format=FORMAT))
+    ask(environment[SITE_DOOR], pack(kind="hello", format=FORMAT, prefed=VERSION))
 
 
 @pytest.mark.parametrize("lives", [5, 1000])

@@ -16,7 +16,7 @@ from prefed.networks.federation.audit_log import status_lines
 from prefed.networks.federation.config import Limits
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
 from prefed.networks.federation.limits import RefusalError, check_experiment
-from prefed.networks.federation.messages import FORMAT, order_digest
+from prefed.networks.federation.messages import FORMAT, VERSION, order_digest
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import pack, unpack
@@ -149,7 +149,7 @@ def asks(tmp_path, monkeypatch):
             site.close()
         opened[:] = [Site(site_config(tmp_path, tmp_path, "w0", limits=limits))]
         text, members = experiment_for_sites(private(tmp_path)), ["told", "b", "c"]
-        common = {"format": FORMAT, "federation": "wards", "run": run}
+        common = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": run}
         header, _ = unpack(opened[0].answer(pack(**common, kind="join", experiment=text)))
         header, _ = unpack(opened[0].answer(pack(**common, kind="start", members=members, unseen=[])))
         assert "fingerprint" in header, header

@@ -16,7 +16,7 @@ from finished import small_experiment, small_place
 from prefed import Experiment
 from prefed.networks.federation.audit_log import status_lines
 from prefed.networks.federation.federate import experiment_for_sites
-from prefed.networks.federation.messages import FORMAT
+from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.dry_run import dry_run
@@ -127,7 +127,7 @@ def test_a_site_tells_its_own_people_alone(tmp_path):
     experiment = experiment.model_copy(
         update={"data": experiment.data.model_copy(update={"max_length": 60, "test_fraction": 0.0})}
     )
-    request = {"format": FORMAT, "federation": "wards", "run": "0" * 16, "kind": "join"}
+    request = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": "0" * 16, "kind": "join"}
     header, body = unpack(site.answer(pack(**request, experiment=experiment_for_sites(experiment))))
     site.close()
     (line,) = lines

@@ -24,7 +24,7 @@ from prefed.networks.federation.experiment import HELD, load_federated, own_expe
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.limits import RefusalError, check_experiment, check_members, check_task
-from prefed.networks.federation.messages import FORMAT
+from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import UnreachableError
 from prefed.networks.federation.unix_socket import Door, ask, pack, unpack, when_gone
@@ -257,7 +257,7 @@ def test_a_file_may_leave_out_what_sites_have(tmp_path):
 
 
 def request(**header):
-    return pack(format=FORMAT, federation="wards", run="0" * 16, **header)
+    return pack(format=FORMAT, prefed=VERSION, federation="wards", run="0" * 16, **header)
 
 
 @pytest.fixture
@@ -281,13 +281,21 @@ def test_no_bytes_disturb_a_site(data):
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (pack(kind="hello", format=99), "format 99"),
         (
-            pack(kind="visit", format=FORMAT, federation="wards", run="../../etc"),
+            pack(kind="hello", format=99, prefed="2.0.0"),
+            f"the hub has prefed 2.0.0 (message format 99) and this site prefed {VERSION} (message format "
+            f"{FORMAT}): install the same version",
+        ),
+        (
+            pack(kind="hello", format=FORMAT, prefed="9.1.0"),
+            "the hub has prefed 9.1.0 (message format 1) and",
+        ),
+        (
+            pack(kind="visit", format=FORMAT, prefed=VERSION, federation="wards", run="../../etc"),
             "does not name its run",
         ),
         (
-            pack(kind="visit", format=FORMAT, federation="others", run="0" * 16),
+            pack(kind="visit", format=FORMAT, prefed=VERSION, federation="others", run="0" * 16),
             "belongs to the federation 'wards'",
         ),
         (request(kind="shell"), "unknown kind"),

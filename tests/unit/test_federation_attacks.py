@@ -17,7 +17,7 @@ from prefed.networks.federation.audit_log import SentLog, line_of
 from prefed.networks.federation.experiment import own_experiment
 from prefed.networks.federation.federate import check_clients, compare_versions, experiment_for_sites
 from prefed.networks.federation.hub import FederationBackend, Sites
-from prefed.networks.federation.messages import FORMAT, Joined, order_digest, read_answer
+from prefed.networks.federation.messages import FORMAT, VERSION, Joined, order_digest, read_answer
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.site import WITHHELD, Site
 from prefed.networks.federation.transport import FederationError
@@ -97,7 +97,7 @@ def opens(tmp_path, monkeypatch):
                 task = {"client": "w0", "exchange": "train" if kind == "visit" else "", "asked": 0}
                 order = order or order_digest(text, MEMBERS, [])
                 header = {**task, "order": order, "receipt": None, **header}
-            common = {"format": FORMAT, "federation": "wards", "run": RUN, "kind": kind}
+            common = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": RUN, "kind": kind}
             return unpack(opened[-1].answer(pack(body, **{**common, **header})))[0]
 
         assert "clients" in say("join", experiment=text)
@@ -334,8 +334,8 @@ def test_a_site_does_not_print_what_a_hub_writes(opens, tmp_path):
 @pytest.mark.parametrize(
     "request_",
     [
-        pack(kind="join", format=FORMAT, federation="wards", run="\ud800"),
-        pack(kind="\ud800", format=FORMAT, federation="wards", run=RUN, client="\ud800\n"),
+        pack(kind="join", format=FORMAT, prefed=VERSION, federation="wards", run="\ud800"),
+        pack(kind="\ud800", format=FORMAT, prefed=VERSION, federation="wards", run=RUN, client="\ud800\n"),
         pack(kind="foreign", asked="\ud800"),
     ],
     ids=["run", "kind", "caller"],

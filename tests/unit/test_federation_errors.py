@@ -16,7 +16,7 @@ from prefed.networks.federation import experiment as site_job
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.experiment import own_dataset
 from prefed.networks.federation.federate import experiment_for_sites
-from prefed.networks.federation.messages import FORMAT
+from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.site import LONGEST_REASON, Site
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.store import StoreError
@@ -37,7 +37,9 @@ def joins(tmp_path, monkeypatch):
         monkeypatch.setattr(site_module, "own_dataset", fails)
         opened.append(Site(site_config(tmp_path, tmp_path, "w0"), told.append))
         text = experiment_for_sites(experiment(Path("x")))
-        request = pack(format=FORMAT, federation="wards", run="0" * 16, kind="join", experiment=text)
+        request = pack(
+            format=FORMAT, prefed=VERSION, federation="wards", run="0" * 16, kind="join", experiment=text
+        )
         return unpack(opened[0].answer(request))[0], told, [*opened[0].log.entries()]
 
     yield joins

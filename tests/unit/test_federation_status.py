@@ -11,7 +11,7 @@ from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog, status_lines
 from prefed.networks.federation.experiment import reported_names
 from prefed.networks.federation.federate import experiment_for_sites
-from prefed.networks.federation.messages import FORMAT
+from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
@@ -58,7 +58,9 @@ def test_runs_in_which_nothing_was_sent_are_a_number(tmp_path):
 def test_a_hub_does_not_break_the_status(tmp_path, name):
     """What it calls a run, a round and a client may be anything: the request is refused, and logged."""
     site = Site(site_config(tmp_path, tmp_path, "w0"))
-    request = pack(kind="visit", format=FORMAT, federation="wards", run=name, round="x", client=[3])
+    request = pack(
+        kind="visit", format=FORMAT, prefed=VERSION, federation="wards", run=name, round="x", client=[3]
+    )
     assert "refused" in unpack(site.answer(request))[0]
     site.close()
     lines = [*status_lines(site_config(tmp_path, tmp_path, "w0"), 9)]
@@ -74,7 +76,7 @@ def test_an_administrator_is_told_whom_the_hub_knows_as_whom(tmp_path, monkeypat
     config = site_config(tmp_path, tmp_path, "w0", tell={"names": False, "pairs": True})
     site = Site(config)
     text = experiment_for_sites(experiment(Path("x")))
-    request = pack(format=FORMAT, federation="wards", run=RUN, kind="join", experiment=text)
+    request = pack(format=FORMAT, prefed=VERSION, federation="wards", run=RUN, kind="join", experiment=text)
     clients = unpack(site.answer(request))[0]["clients"]
     site.close()
     made_up = reported_names(data, config, site_secret(tmp_path / "site-w0"))

@@ -248,8 +248,8 @@ def test_other_data_is_not_resumed(tmp_path):
         ("checkpoint/COMMIT.json", lambda p: p.write_text("{"), "damaged"),
         (
             "checkpoint/COMMIT.json",
-            lambda p: p.write_text('{"format": 99}'),
-            "has format 99, not 1: use the prefed that wrote it",
+            lambda p: p.write_text('{"format": 99, "prefed": "2.1.0", "digest": "of another kind"}'),
+            r"has format 99, and prefed .* reads format 1: use the prefed that wrote it, 2\.1\.0",
         ),
         ("checkpoint/server@000002.safetensors", Path.unlink, "server's state of round 2 is missing"),
         # The odd client was last visited in round 1; without its state it would start over.

@@ -8,12 +8,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from prefed.core import files
 
 FORMAT = 1
+"""Version of the layout of run directories. Each commit has it, next to the version of prefed."""
 _VERSIONED = re.compile(r"(.+)@(\d{6,})\.safetensors")
 _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_-")
 
@@ -93,17 +95,24 @@ def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
     """
     path = _commit_path(folder, kept)
     try:
-        content = files.loads_with_digest(path.read_bytes())
-        if content["format"] != FORMAT:
-            raise StoreError(
-                f"{path} has format {content['format']}, not {FORMAT}: use the prefed that wrote it"
-            )
+        data = path.read_bytes()
+        # Before its digest: another format may compute digests in another way.
+        _check_format(path, json.loads(data))
+        content = files.loads_with_digest(data)
         fields = {name: content[name] for name in ("round", "totals", "fingerprint", "settings", "private")}
         return Commit(**fields, digests=Digests(**content["digests"]), best=content.get("best"))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, error) from error
+
+
+def _check_format(path: Path, content: Mapping[str, Any]) -> None:
+    if content["format"] != FORMAT:
+        raise StoreError(
+            f"{path} has format {content['format']}, and prefed {version('prefed')} reads format {FORMAT}: "
+            f"use the prefed that wrote it, {content.get('prefed', 'whose version is not recorded')}"
+        )
 
 
 def write_commit(folder: Path, commit: Commit, kept: int | None = None) -> None:
@@ -117,7 +126,7 @@ def write_commit(folder: Path, commit: Commit, kept: int | None = None) -> None:
     content = vars(commit) | {"digests": vars(commit.digests)}
     if commit.best is None:
         del content["best"]
-    data = files.dumps_with_digest({"format": FORMAT, **content}, indent=1)
+    data = files.dumps_with_digest({"format": FORMAT, "prefed": version("prefed"), **content}, indent=1)
     files.write(_commit_path(folder, kept), data, mode=0o600)
 
 

@@ -28,8 +28,10 @@ from prefed.networks.federation.vault import is_receipt
 
 FORMAT = 1
 """Version of the message format. Hub and sites must have the same."""
+VERSION = version("prefed").partition("+")[0]
+"""The installed version of prefed. Hub and sites must have the same."""
 PACKAGES = ("prefed", "torch", "transformers")
-"""Packages whose versions a site reports. The version of prefed must be the hub's."""
+"""Packages whose versions a site reports."""
 LONGEST_NAME = 255
 """Maximum characters of a client's name."""
 LONGEST_ERROR = 200
@@ -77,6 +79,7 @@ class Request(Message):
     run: str
     federation: str
     format: int = FORMAT
+    prefed: str = VERSION
 
 
 class Hello(Request):

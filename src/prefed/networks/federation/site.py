@@ -38,6 +38,7 @@ from prefed.networks.federation.limits import (
 from prefed.networks.federation.messages import (
     FORMAT,
     PACKAGES,
+    VERSION,
     Join,
     Leave,
     Publish,
@@ -145,11 +146,11 @@ class Site:
         kind = header.get("kind")
         if kind == "foreign":
             raise RefusalError(f"message in NVIDIA FLARE: {header.get('asked')}")
-        if header.get("format") != FORMAT:
-            theirs = header.get("format")
+        theirs = header.get("prefed"), header.get("format")
+        if theirs != (VERSION, FORMAT):
             raise RefusalError(
-                f"the hub uses message format {theirs} and this site format {FORMAT}: install "
-                "the same version of prefed"
+                "the hub has prefed {} (message format {})".format(*theirs)
+                + f" and this site prefed {VERSION} (message format {FORMAT}): install the same version"
             )
         if kind == "hello":
             return pack(site=self.config.name)
@@ -258,7 +259,7 @@ class Site:
         if own is None:
             raise RefusalError("the client is not at this site")
         # Settings that may change on resuming, e.g. the number of rounds, must not cause a second noise draw.
-        lasting = request.model_dump(exclude={"order"})
+        lasting = request.model_dump(exclude={"order", "prefed"})
         release = files.digest(pack(**lasting)) + files.digest(body)
         released = self._releases.answer(run, task.round, release)
         if released is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def _run(
     present = [name for name in dataset.clients if name not in unseen]
     source, name = choose(present, meeting.place.rank, meeting.place.peers, client)
     ranks = _introduce(meeting, name, present)
-    meeting.agree("settings", {"format": FORMAT, **_shared(experiment)})
+    meeting.agree("settings", {"prefed": version("prefed"), "format": FORMAT, **_shared(experiment)})
     _go_back(meeting, writer)
     alone = of_peer(experiment)
     pairs = dataset.renamed({source: name}).among(sorted(ranks), 0)
