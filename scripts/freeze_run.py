@@ -4,8 +4,8 @@
 
 Run it once for each release, on the commit of the release, and commit the folder. It contains the pairs
 (`train.jsonl`, `test.jsonl`), the base model (`model/`) and the run directory (`run/`). Paths in the run are
-relative to the folder. `run/cache` is left out, because prefed rebuilds it, and so is `checkpoint/LOCK`, which
-names this machine.
+relative to the folder. `run/cache` is left out, because prefed rebuilds it, and so is `checkpoint/LOCK`,
+which names this machine.
 """
 
 from __future__ import annotations

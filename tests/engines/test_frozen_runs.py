@@ -83,7 +83,7 @@ def test_it_is_resumed(frozen):
 
 
 def test_a_run_of_a_later_format_is_refused_before_its_settings_are_read(frozen):
-    """Its settings may have keys that this version does not know, and the advice must not be to remove them."""
+    """Its settings may have keys that this version does not know; the advice must not be to remove them."""
     commit, config = Path("run/checkpoint/COMMIT.json"), Path("run/config.toml")
     commit.write_text(json.dumps({**json.loads(commit.read_text()), "format": 2, "prefed": "3.1.0"}))
     experiment = Experiment.load(config)
