@@ -1,17 +1,20 @@
 """What `prefed site status` tells a site's administrator of runs and of made-up names."""
 
+from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from federating import experiment, site_config
-from prefed.core import files
+from prefed.core import Privacy, files
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.networks.federation import site as site_module
-from prefed.networks.federation.audit_log import SentLog, status_lines
+from prefed.networks.federation.audit_log import SentLog, prometheus_lines, status_lines
 from prefed.networks.federation.experiment import reported_names
 from prefed.networks.federation.federate import experiment_for_sites
 from prefed.networks.federation.messages import FORMAT, VERSION
+from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
@@ -96,3 +99,37 @@ def test_a_site_that_tells_names_has_none_to_explain(tmp_path):
     files.private_folder(folder)
     (folder / "order.json").write_bytes(files.dumps_with_digest({"names": {"w1": "w1"}}))
     assert not any("the hub knows" in line for line in status(tmp_path))
+
+
+def test_the_status_in_the_text_format_of_prometheus(tmp_path):
+    """Two messages of 812 and 188 bytes in rounds 2 and 3, one of them withheld; a refusal, which names no
+    run. Two releases of ann and one of ``ADA`` with z = 10: the larger loss is that of 1/z² = 0.02. The
+    client's name, with its newline, is in no line."""
+    config = site_config(tmp_path, tmp_path, "w0", limits={"epsilon": 8.0, "delta": 1e-5})
+    log = SentLog(tmp_path / "site-w0" / "log")
+    log.add("train", run=RUN, round=2, client=ADA, bytes=812)
+    log.add("train", run=RUN, round=3, client=ADA, bytes=188, withheld="too few pairs")
+    log.add("refused", run="../etc", refused="[limits] rounds")
+    (last,) = [each["time"] for each in log.entries()][-1:]
+    releases = Releases(tmp_path / "site-w0")
+    noise = Privacy(kind="local", clip=1.0, noise_multiplier=10.0, delta=1e-5)
+    for client in ("ann", "ann", ADA):
+        releases.count(client, noise)
+    lines = [line for line in prometheus_lines(config) if not line.startswith("#")]
+    site = 'federation="wards",site="site-w0"'
+    assert lines == [
+        f'prefed_site_info{{{site},version="{VERSION}"}} 1',
+        f"prefed_site_up{{{site}}} 0",
+        f'prefed_site_events_total{{{site},event="refused"}} 1',
+        f'prefed_site_events_total{{{site},event="train"}} 1',
+        f'prefed_site_events_total{{{site},event="withheld"}} 1',
+        f"prefed_site_last_event_timestamp_seconds{{{site}}} {datetime.fromisoformat(last).timestamp():.0f}",
+        f'prefed_site_messages_total{{{site},run="{RUN}"}} 2',
+        f'prefed_site_sent_bytes_total{{{site},run="{RUN}"}} 1000',
+        f'prefed_site_round{{{site},run="{RUN}"}} 3',
+        f'prefed_site_private_state_bytes{{{site},run="{RUN}"}} 0',
+        f"prefed_site_epsilon{{{site}}} {epsilon_of(0.02, 1e-5):.17g}",
+        f"prefed_site_epsilon_limit{{{site}}} 8",
+    ]
+    with closing(Site(config)):
+        assert f"prefed_site_up{{{site}}} 1" in prometheus_lines(config)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from prefed.core import files
 from prefed.core.text import pluralize, printable, size
 from prefed.core.wire import WireError, outline_upload
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.messages import is_run
+from prefed.networks.federation.messages import is_run, own_version
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.privacy.accountant import AccountantError
+from prefed.store.directory import at_work
 
 
 class SentLog:
@@ -122,33 +124,94 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
         yield "  [tell] pairs = false: this site joins no run"
     yield from (f"  the hub knows {own} as {reported}" for own, reported in sorted(_pseudonyms(config)))
     entries = list(SentLog(Path(config.state) / "log").entries())
-    messages, sent, rounds = Counter[str](), Counter[str](), dict[str, int]()
-    for entry in entries:
-        run = entry.get("run")
-        # A refused request may contain anything as the name of its run.
-        if not (isinstance(run, str) and is_run(run)):
-            continue
-        messages[run] += "bytes" in entry
-        if "bytes" in entry:
-            sent[run] += entry["bytes"]
-            rounds[run] = max(rounds.get(run, 0), entry.get("round", 0))
     idle = 0
-    for run in messages:
-        states = Path(config.state) / "runs" / run / "clients"
-        kept = files.folder_size(states) if states.is_dir() else 0
-        if not (messages[run] or kept):
+    for run in _runs(config, entries):
+        if not (run.messages or run.private):
             idle += 1
             continue
-        count = pluralize(messages[run], "message", "messages")
+        count = pluralize(run.messages, "message", "messages")
         yield (
-            f"run {run}: up to round {rounds.get(run, 0)}; sent {count}, {size(sent[run])}; "
-            f"private states: {size(kept) if kept else 'none'}"
+            f"run {run.name}: up to round {run.round}; sent {count}, {size(run.sent)}; "
+            f"private states: {size(run.private) if run.private else 'none'}"
         )
     if refused := sum("refused" in entry for entry in entries):
         yield f"{pluralize(refused, 'request', 'requests')} refused"
     if idle:
         yield f"{pluralize(idle, 'run', 'runs')} without any upload"
     yield from (line_of(entry) for entry in entries[len(entries) - last :] if last)
+
+
+@dataclass
+class _Run:
+    """What a site sent and keeps for a run; ``sent`` and ``private`` in bytes."""
+
+    name: str
+    messages: int = 0
+    sent: int = 0
+    round: int = 0
+    private: int = 0
+
+
+def _runs(config: SiteConfig, entries: Iterable[Mapping[str, Any]]) -> list[_Run]:
+    runs = dict[str, _Run]()
+    for entry in entries:
+        name = entry.get("run")
+        # A refused request may contain anything as the name of its run.
+        if not (isinstance(name, str) and is_run(name)):
+            continue
+        run = runs.setdefault(name, _Run(name))
+        if "bytes" in entry:
+            run.messages, run.sent = run.messages + 1, run.sent + entry["bytes"]
+            run.round = max(run.round, entry.get("round", 0))
+    for run in runs.values():
+        states = Path(config.state) / "runs" / run.name / "clients"
+        run.private = files.folder_size(states) if states.is_dir() else 0
+    return list(runs.values())
+
+
+def prometheus_lines(config: SiteConfig) -> Iterator[str]:
+    """The status of a site in the text format of Prometheus. It names no client.
+
+    Source: https://prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
+    """
+    entries = list(SentLog(Path(config.state) / "log").entries())
+    runs = _runs(config, entries)
+    site = {"federation": config.federation, "site": config.name}
+    times = [datetime.fromisoformat(entry["time"]).timestamp() for entry in entries[-1:]]
+    events = Counter(_event(entry) for entry in entries)
+    spent = [epsilon_of(each, config.limits.delta) for each in Releases(Path(config.state)).spent().values()]
+    limit = [] if config.limits.epsilon is None else [config.limits.epsilon]
+
+    def of_runs(key: str) -> list[tuple[dict[str, str], float]]:
+        return [({"run": run.name}, getattr(run, key)) for run in runs]
+
+    def single(values: Iterable[float]) -> list[tuple[dict[str, str], float]]:
+        return [({}, value) for value in values]
+
+    for name, kind, meaning, samples in (
+        ("info", "gauge", "Always 1; the version of prefed.", [({"version": own_version("prefed")}, 1)]),
+        ("up", "gauge", "1 while `prefed site` is running.", single([at_work(Path(config.state))])),
+        ("events_total", "counter", "Log entries.", [({"event": e}, n) for e, n in sorted(events.items())]),
+        ("last_event_timestamp_seconds", "gauge", "Time of the last log entry.", single(times)),
+        ("messages_total", "counter", "Messages sent to the hub.", of_runs("messages")),
+        ("sent_bytes_total", "counter", "Bytes of these messages.", of_runs("sent")),
+        ("round", "gauge", "The last round with a message.", of_runs("round")),
+        ("private_state_bytes", "gauge", "Bytes of private states on disk.", of_runs("private")),
+        ("epsilon", "gauge", "Largest privacy loss of a client, over all runs.", single(sorted(spent)[-1:])),
+        ("epsilon_limit", "gauge", "[limits] epsilon.", single(limit)),
+    ):
+        yield f"# HELP prefed_site_{name} {meaning}"
+        yield f"# TYPE prefed_site_{name} {kind}"
+        for labels, value in samples:
+            # Prometheus escapes the same three characters as JSON.
+            texts = {key: json.dumps(each, ensure_ascii=False) for key, each in {**site, **labels}.items()}
+            text = ",".join(f"{key}={each}" for key, each in texts.items())
+            yield f"prefed_site_{name}{{{text}}} {float(value):.17g}"
+
+
+def _event(entry: Mapping[str, Any]) -> str:
+    """The kind of a log entry: what a request was for, or that it was withheld, refused or failed."""
+    return "withheld" if "withheld" in entry else str(entry["what"])
 
 
 def _pseudonyms(config: SiteConfig) -> set[tuple[str, str]]:

@@ -154,6 +154,9 @@ def site(
         ),
     ],
     last: Annotated[int, typer.Option(min=0, help="With status: number of log entries to show.")] = 20,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="With status: print metrics in the format of Prometheus.")
+    ] = False,
     run: Annotated[
         str | None,
         typer.Option(
@@ -187,6 +190,8 @@ def site(
     options = {"--run": run, "--client": client, "--out": out, "--merge": merge, "--force": force}
     if word != "export" and (given := [name for name, value in options.items() if value]):
         raise UsageError(f"{given[0]} requires `prefed site export CONFIG`")
+    if prometheus and word != "status":
+        raise UsageError("--prometheus requires `prefed site status CONFIG`")
     if word == "export" and out is None:
         raise UsageError("prefed site export requires --out DIR, the folder for the model")
     from prefed.networks.federation.config import SiteConfig
@@ -203,9 +208,9 @@ def site(
         typer.echo(exported.describe(out))
         return
     if word == "status":
-        from prefed.networks.federation.audit_log import status_lines
+        from prefed.networks.federation.audit_log import prometheus_lines, status_lines
 
-        for line in status_lines(config, last):
+        for line in prometheus_lines(config) if prometheus else status_lines(config, last):
             typer.echo(line)
         return
     from prefed.networks.federation.flare import check_installed
