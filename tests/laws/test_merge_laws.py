@@ -44,7 +44,7 @@ def federations(draw: st.DrawFn, least: int = 1, most: int = 7) -> tuple[Tensors
     generator = torch.Generator().manual_seed(draw(seeds))
     sizes = draw(st.lists(st.integers(1, 50), min_size=least, max_size=most))
     uploads = [
-        Upload(f"client-{k}", float(size), {"model": draw_model(generator)}, sent_at=1)
+        Upload(f"client-{k}", float(size), {"model": draw_model(generator)}, {"loss": size / 7}, sent_at=1)
         for k, size in enumerate(sizes)
     ]
     weights = {upload.client: upload.weight for upload in uploads} | {"absent": 3.0}
@@ -56,7 +56,7 @@ def configs() -> list[MergeConfig]:
     valid = []
     for rule, weights, lora, optimizer in product(
         ("mean", "median", "trimmed_mean", "krum", "multi_krum", "norm_clip"),
-        ("samples", "uniform", "mass"),
+        ("samples", "uniform", "mass", "qffl", "afl"),
         ("fedit", "fedex", "flexlora"),
         ("none", "fedavgm", "fedadam"),
     ):
@@ -85,9 +85,10 @@ def same(first: Tensors, second: Tensors) -> bool:
 
 
 def test_combinations_are_many() -> None:
-    """6 rules × 3 weights × (fedit with 3 optimisers + fedex + flexlora), less: mass with the four rules that
-    drop weights, 4 · 5; and, under the other two, median and trimmed_mean with fedex and flexlora, 8."""
-    assert len(CONFIGS) == 6 * 3 * 5 - 4 * 5 - 8
+    """6 rules × 5 weights × (fedit with 3 optimisers + fedex + flexlora), less: mass, qffl and afl with the
+    four rules that drop weights, 3 · 4 · 5; and, under the other two, median and trimmed_mean with fedex and
+    flexlora, 8."""
+    assert len(CONFIGS) == 6 * 5 * 5 - 3 * 4 * 5 - 8
 
 
 @given(federations(least=3), st.sampled_from(CONFIGS), st.randoms(use_true_random=False))

@@ -340,7 +340,7 @@ def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:
         yield f"{name} does not support differential privacy: {_NEVER[name]}"
     if merge.weights != "uniform" and experiment.whole_graph is None:
         yield (
-            f"[merge] weights = {merge.weights!r} depends on the clients' numbers of pairs, which are sent "
+            f"[merge] weights = {merge.weights!r} depends on numbers of the clients, which are sent "
             "without noise and give some clients more weight: set 'uniform'"
         )
     if experiment.method.settings.schedule == "plateau":
@@ -368,6 +368,8 @@ def needs_single_uploads(experiment: Experiment) -> Iterator[str]:
         yield f"{_SINGLE[name]}, but only the mean of all uploads is available"
     if merge.rule != "mean":
         yield f"[merge] rule = {merge.rule!r} needs individual uploads: use rule 'mean'"
+    if merge.by_loss:
+        yield f"[merge] weights = {merge.weights!r} needs each client's loss: use 'samples' or 'uniform'"
     if merge.lora in ("fedex", "flexlora"):
         yield (
             f"[merge] lora = {merge.lora!r} needs the product of each client's factors, but only the mean of "

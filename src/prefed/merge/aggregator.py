@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefed.core import Entry, Layout, Owner, Ownership, Round, State, Tensors, Upload
+from prefed.core import Entry, Layout, Owner, Ownership, Plain, Round, State, Tensors, Upload
 from prefed.merge import lora, optimizers, rules
 from prefed.merge.config import MergeConfig
+from prefed.merge.fairness import MIXTURE, afl
 from prefed.merge.flat import normalize, weighted_mean
 from prefed.merge.uploads import BadUpload, align, check_update_sizes, shorten, sort_uploads
 
@@ -120,10 +121,16 @@ class Aggregator:
             return state
         indices, values, figures = rules.select(self.config, current, values, self.config.max_norm)
         replies = [replies[k] for k in indices]
-        if weigh is None:
+        mixture: dict[str, Plain] = {}
+        if weigh is None and self.config.weights == "afl":
+            key = _key(MIXTURE, group)
+            weights, mixture[key] = afl(state.values.get(key), replies, now, self.config.afl_lr)
+        elif weigh is None:
             weights = rules.weights(self.config, replies, now)
-        elif self.config.weights == "mass":
-            raise ValueError("[merge] weights = 'mass' cannot be combined with weights of the method")
+        elif not self.config.plain_weights:
+            raise ValueError(
+                f"[merge] weights = {self.config.weights!r} cannot be combined with weights of the method"
+            )
         else:
             updates = {u.client: value - current for u, value in zip(replies, values, strict=True)}
             by_client = weigh(updates)
@@ -153,7 +160,7 @@ class Aggregator:
         new = whole.replace(moved).replace({name: v for name, v in changes.items() if name not in moved})
         slots = {_key(name, group): memory[name].replace(value) for name, value in after.items()}
         report = {_figure_key(name, group): figures.get(name) for name in FIGURES}
-        return state.update({group: new, **slots}, report)
+        return state.update({group: new, **slots}, {**report, **mixture})
 
     def with_size_check(
         self,

@@ -118,11 +118,16 @@ class MergeConfig(StrictModel):
         description="refuse an update that is longer than the server's model and than this multiple of the "
         "median norm of the round, under every rule; 0: never",
     )
-    weights: Literal["samples", "uniform", "mass"] = Field(
+    weights: Literal["samples", "uniform", "mass", "qffl", "afl"] = Field(
         "samples",
         description="weight of a client in the mean: samples, its number of training pairs; uniform; mass, "
-        "its share of the pairs of all clients, with the remaining weight on the current model",
+        "its share of the pairs of all clients, with the remaining weight on the current model; qffl and afl "
+        "favour clients with a high training loss",
     )
+    q: float = Field(
+        1.0, ge=0, description="for qffl: a client's weight is its pairs times its loss to this power"
+    )
+    afl_lr: float = Field(0.1, gt=0, description="for afl: learning rate of the clients' weights")
     lora: LoraRule = Field(
         "fedit",
         description="fedit averages A and B separately; ffa freezes A; rolora alternates between B and A; "
@@ -148,6 +153,16 @@ class MergeConfig(StrictModel):
         return value
 
     @property
+    def by_loss(self) -> bool:
+        """Whether the weights depend on the clients' losses."""
+        return self.weights in ("qffl", "afl")
+
+    @property
+    def plain_weights(self) -> bool:
+        """Whether the weights are the clients' numbers of pairs, or uniform."""
+        return self.weights in ("samples", "uniform")
+
+    @property
     def kind(self) -> MergeRule:
         """The merge rule."""
         return MERGE_RULES[self.rule]
@@ -162,10 +177,10 @@ class MergeConfig(StrictModel):
                 f"rule {self.rule!r} has no weights that staleness could discount; use rule mean, multi_krum "
                 "or norm_clip"
             )
-        if self.weights == "mass" and self.rule not in ("mean", "norm_clip"):
+        if not self.plain_weights and self.rule not in ("mean", "norm_clip"):
             raise ValueError(
-                f"weights 'mass' cannot be combined with rule {self.rule!r}, which drops clients or weights; "
-                "use rule mean or norm_clip"
+                f"weights {self.weights!r} cannot be combined with rule {self.rule!r}, which drops clients "
+                "or weights; use rule mean or norm_clip"
             )
         if self.lora in ("fedex", "flexlora"):
             if self.kind.replaces_mean:

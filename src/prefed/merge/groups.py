@@ -26,8 +26,9 @@ def by_mass(aggregator: Aggregator, setting: str) -> Aggregator:
         ValueError: ``[merge]`` sets uniform weights or another rule than mean and norm_clip.
     """
     config = aggregator.config
-    if config.weights == "uniform" or config.rule not in ("mean", "norm_clip"):
-        what = "weights 'uniform'" if config.weights == "uniform" else f"rule {config.rule!r}"
+    other = config.weights not in ("samples", "mass")
+    if other or config.rule not in ("mean", "norm_clip"):
+        what = f"weights {config.weights!r}" if other else f"rule {config.rule!r}"
         raise ValueError(
             f"{setting} weighs each client by its share of all pairs and cannot be combined with {what} in "
             "[merge]; set it to 'normalised'"

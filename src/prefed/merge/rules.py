@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from prefed.core import Round, Tensors, Upload
 from prefed.core.lazy import np, torch
 from prefed.merge.config import MERGE_RULES, MergeConfig
+from prefed.merge.fairness import qffl_weights
 from prefed.merge.flat import chunks, squared_distances, weighted_mean
 from prefed.merge.uploads import TooFewUploads
 
@@ -68,6 +69,8 @@ def center(config: MergeConfig, values: Sequence[Tensors], weights: Sequence[flo
 
 def weights(config: MergeConfig, uploads: Sequence[Upload], now: Round) -> list[float]:
     """Return one unnormalised weight per upload; under ``mass``, its share of the pairs of all clients."""
+    if config.weights == "qffl":
+        return qffl_weights(uploads, config.q)
     if config.weights == "uniform":
         return [1.0] * len(uploads)
     total = sum(now.weights.values()) if config.weights == "mass" else 1.0

@@ -88,7 +88,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         ValueError: ``[merge]`` sets a rule, weights or an optimiser that attention replaces.
     """
     config = aggregator.config
-    if config.rule != "mean" or config.weights == "mass" or config.optimizer.name != "none":
+    if config.rule != "mean" or not config.plain_weights or config.optimizer.name != "none":
         raise ValueError(
             "fedamp computes one mixture per client; in [merge], use rule 'mean', weights 'samples' or "
             "'uniform', and optimizer 'none'"

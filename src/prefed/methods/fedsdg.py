@@ -88,8 +88,9 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         ValueError: alignment cannot be combined with ``[merge]``.
     """
     config = aggregator.config
-    if settings.alignment != "off" and (config.weights == "mass" or not config.kind.weighted):
-        setting = "weights 'mass'" if config.weights == "mass" else f"rule {config.rule!r}"
+    other = not config.plain_weights
+    if settings.alignment != "off" and (other or not config.kind.weighted):
+        setting = f"weights {config.weights!r}" if other else f"rule {config.rule!r}"
         raise ValueError(
             f"{setting} in [merge] cannot be combined with the weights of FedSDG; set alignment to 'off'"
         )

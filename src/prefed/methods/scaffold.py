@@ -58,7 +58,16 @@ needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
-    """SCAFFOLD over ``layout``."""
+    """SCAFFOLD over ``layout``.
+
+    Raises:
+        ValueError: the weights of ``[merge]`` change with the losses.
+    """
+    if aggregator.config.by_loss:
+        raise ValueError(
+            f"weights {aggregator.config.weights!r} in [merge] change with the losses, but the server's "
+            "control variate is a mean with constant weights; use weights 'samples' or 'uniform'"
+        )
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
     def zero(initial: Tensors) -> Tensors:

@@ -376,7 +376,7 @@ def to_neighbours(method: Method, settings: TrainingSettings, merge: MergeConfig
             f"{method.name} with these settings needs a server that does more than average models; remove "
             "[graph], or use another method"
         )
-    if merge.rule != "mean" or merge.optimizer.name != "none" or merge.weights == "mass":
+    if merge.rule != "mean" or merge.optimizer.name != "none" or not merge.plain_weights:
         raise ValueError(
             "[graph] determines how models are mixed; in [merge], use rule 'mean', weights 'samples' or "
             "'uniform', and optimizer 'none'"
