@@ -1,8 +1,10 @@
 """How much ``prefed run`` tells, where it tells it, and what it leaves in ``run.log``."""
 
 import json
+import logging
 import re
 import sys
+from datetime import datetime
 
 import pytest
 from rich.console import Console
@@ -13,6 +15,7 @@ import prefed.runs.run
 import toy
 from prefed.core import Callback
 from prefed.store import RunReader
+from prefed.trackers.log import round_line
 from prefed.trackers.terminal import Terminal
 from prefed.ui.cli import app
 
@@ -170,3 +173,53 @@ def test_the_log_follows_the_umask_as_its_neighbours(place):
     told("run", "exp.toml", "--out", "a")
     modes = {name: (place / "a" / name).stat().st_mode & 0o777 for name in ("run.log", "rounds.jsonl")}
     assert modes["run.log"] == modes["rounds.jsonl"]
+
+
+def test_a_log_in_json_has_each_event_with_its_numbers(place):
+    """Standard output is that of -q, standard error is JSON; numbers of rounds are those of rounds.jsonl."""
+    output, errors = told("--log", "json", "run", "exp.toml", "--out", "a")
+    assert output == told("run", "exp.toml", "-q", "--out", "b")[0].replace("→ b", "→ a")
+    log = [json.loads(line) for line in errors.splitlines()]
+    assert all(datetime.fromisoformat(entry.pop("time")).tzinfo for entry in log)
+    start, *rest, last = log
+    assert start == {"level": "info", "event": "start", "message": "4 rounds", "round": 0, "rounds": 4}
+    assert last == {"level": "info", "event": "done", "message": "done"}
+    rounds = [entry for entry in rest if entry["event"] == "round"]
+    for entry, record in zip(rounds, RunReader("a").rounds(), strict=True):
+        assert entry.pop("message") == round_line(record, 4)
+        accuracies = ("preference_accuracy", "reward_accuracy")
+        names = ("round", "loss", *accuracies, "bytes_up", "bytes_down", "seconds")
+        numbers = {name: record[name] for name in names if name in record}
+        assert entry == {"level": "info", "event": "round", "rounds": 4, **numbers}
+
+
+def test_a_log_in_json_ends_with_the_error_and_its_code(place, monkeypatch):
+    """As for every command; the next one in the same process logs text again."""
+    _, errors = told("run", "none.toml", "--log", "json", code=1)
+    (entry,) = map(json.loads, errors.splitlines())
+    assert (entry["level"], entry["event"], entry["code"]) == ("error", "error", 1)
+    assert entry["message"].startswith("error: ")
+    _, errors = told("run", "none.toml", code=1)
+    assert errors.startswith("error: ")
+
+    def interrupted(*words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefed.config.experiment_table.load_cell", interrupted)
+    _, errors = told("run", "none.toml", "--log", "json", code=130)
+    (entry,) = map(json.loads, errors.splitlines())
+    assert (entry["event"], entry["code"]) == ("stopped", 130)
+
+
+def test_warnings_of_the_library_are_in_the_log(place, monkeypatch):
+    """What Python would print by itself is an event too."""
+
+    def warns(*words):
+        logging.getLogger("prefed").warning("a %s", "drift")
+        raise ValueError("over")
+
+    monkeypatch.setattr("prefed.config.experiment_table.load_cell", warns)
+    _, errors = told("data", "exp.toml", "--log", "json", code=1)
+    warning, error = map(json.loads, errors.splitlines())
+    assert (warning["level"], warning["event"], warning["message"]) == ("warning", "log", "a drift")
+    assert (error["level"], error["message"]) == ("error", "error: over")

@@ -346,8 +346,8 @@ def commit_start(experiment: Experiment, job: Job, writer: RunWriter, digests: M
 def run_log(path: Path) -> Iterator[RunLog]:
     """Write the versions, and the warnings of prefed, to the log of an existing run directory."""
     log = RunLog(path / LOG)
-    log.write(f"prefed {version('prefed')}: {command(sys.argv)}")
-    log.write(
+    log.on_note(f"prefed {version('prefed')}: {command(sys.argv)}")
+    log.on_note(
         f"Python {platform.python_version()}, PyTorch {version('torch')}, "
         f"transformers {version('transformers')}, {platform.platform(terse=True)}"
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,12 @@ from typing import Any
 from prefed.core import Callback
 from prefed.core.records import RoundRecord
 from prefed.core.text import duration, pluralize, printable, size
+
+_LOGGED = (
+    *("round", "loss", "preference_accuracy", "reward_accuracy", "epsilon"),
+    *("bytes_up", "bytes_down", "seconds"),
+)
+"""Keys of a round's record that are logged as numbers."""
 
 
 def loss_and_accuracy(record: RoundRecord) -> list[str]:
@@ -50,18 +57,77 @@ def stage_line(stage: str, figures: Mapping[str, Any]) -> str:
     return f"{stage}: {'  '.join([*counts, duration(figures['seconds'])])}"
 
 
-class RunLog(Callback):
+class EventLog(Callback):
+    """Describes each event of a run in a line of text.
+
+    The lines contain counts, metrics and names of clients, but no prompt or response.
+    """
+
+    def __init__(self) -> None:
+        self._rounds = self._done = 0
+
+    def add(self, event: str, text: str, level: str = "info", **fields: Any) -> None:
+        """Log an event.
+
+        Args:
+            fields: its numbers, which ``text`` contains in rounded form.
+        """
+        raise NotImplementedError
+
+    def on_run_begin(self, done: int, rounds: int) -> None:
+        """Log the number of rounds, and how many are complete."""
+        self._rounds, self._done = rounds, done
+        text = f"continues after round {done}/{rounds}" if done else pluralize(rounds, "round", "rounds")
+        self.add("start", text, round=done, rounds=rounds)
+
+    def on_round_end(self, record: RoundRecord) -> None:
+        """Log the metrics of a round."""
+        self._done = record["round"]
+        fields: dict[str, Any] = {name: value for name, value in record.items() if name in _LOGGED}
+        self.add("round", round_line(record, self._rounds), rounds=self._rounds, **fields)
+
+    def on_note(self, text: str) -> None:
+        """Log a note."""
+        self.add("note", text)
+
+    def on_warning(self, text: str) -> None:
+        """Log a warning."""
+        self.add("warning", f"warning: {text}", "warning")
+
+    def on_stage_end(self, stage: str, figures: Mapping[str, Any]) -> None:
+        """Log a completed stage of an alignment."""
+        numbers: dict[str, Any] = {n: value for n, value in figures.items() if isinstance(value, int | float)}
+        self.add("stage", stage_line(stage, figures), stage=stage, **numbers)
+
+
+class JsonLog(EventLog):
+    """Passes each event to a function.
+
+    Args:
+        add: called as :meth:`add`.
+    """
+
+    def __init__(self, add: Callable[..., None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def add(self, event: str, text: str, level: str = "info", **fields: Any) -> None:
+        """Pass on an event, without numbers that JSON cannot represent."""
+        finite = {n: v for n, v in fields.items() if not isinstance(v, float) or math.isfinite(v)}
+        self._add(event, printable(text), level, **finite)
+
+
+class RunLog(EventLog):
     """Appends a line with the time to a run's log for each event.
 
-    Like ``rounds.jsonl``, the log contains counts, metrics and names of clients, but no prompt or response.
     Of an error only the type is logged, because its message may quote data. Write errors are ignored.
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
-        self._rounds = self._done = 0
 
-    def write(self, text: str) -> None:
+    def add(self, event: str, text: str, level: str = "info", **fields: Any) -> None:
         """Append a line."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         # Symbolic links are not followed, as for the other files of the directory.
@@ -69,36 +135,12 @@ class RunLog(Callback):
         with suppress(OSError), os.fdopen(os.open(self._path, flags, 0o666), "ab") as file:
             file.write(f"{now} {printable(text)}\n".encode())
 
-    def on_run_begin(self, done: int, rounds: int) -> None:
-        """Log the number of rounds, and how many are complete."""
-        self._rounds, self._done = rounds, done
-        self.write(
-            pluralize(rounds, "round", "rounds") if done == 0 else f"continues after round {done}/{rounds}"
-        )
-
-    def on_round_end(self, record: RoundRecord) -> None:
-        """Log the metrics of a round."""
-        self._done = record["round"]
-        self.write(round_line(record, self._rounds))
-
-    def on_note(self, text: str) -> None:
-        """Log a note."""
-        self.write(text)
-
-    def on_warning(self, text: str) -> None:
-        """Log a warning."""
-        self.write(f"warning: {text}")
-
-    def on_stage_end(self, stage: str, figures: Mapping[str, Any]) -> None:
-        """Log a completed stage of an alignment."""
-        self.write(stage_line(stage, figures))
-
     def ended(self, error: BaseException | None) -> None:
         """Log how the run ended."""
         done = f" after round {self._done}/{self._rounds}" if self._rounds else ""
         if error is None:
-            self.write("done")
+            self.add("end", "done")
         elif isinstance(error, KeyboardInterrupt):
-            self.write(f"interrupted{done}")
+            self.add("end", f"interrupted{done}")
         else:
-            self.write(f"ended by {type(error).__name__}{done}")
+            self.add("end", f"ended by {type(error).__name__}{done}")

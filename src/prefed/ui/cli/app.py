@@ -12,6 +12,7 @@ from prefed.ui.cli.collect import collect
 from prefed.ui.cli.demo import demo
 from prefed.ui.cli.errors import user_errors
 from prefed.ui.cli.federation import ends_at_once, federate, federation, peer, site
+from prefed.ui.cli.log import Log, log_format
 from prefed.ui.cli.models import export, generate, push
 from prefed.ui.cli.new import new
 from prefed.ui.cli.output import Quiet, Verbose, command, set_volume
@@ -62,7 +63,9 @@ def _options(
     ] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    log: Log = None,
 ) -> None:
+    log_format.set(log or "text")
     with user_errors():
         set_volume(quiet, verbose)
     if version:

@@ -12,6 +12,8 @@ from typing import NoReturn
 
 import typer
 
+from prefed.ui.cli.log import report
+
 
 def exit_code(number: int) -> int:
     """The exit code that shells report for a signal.
@@ -50,7 +52,7 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("\nstopped", err=True)
+        report("stopped", "\nstopped", "error", code=INTERRUPTED)
         raise typer.Exit(INTERRUPTED) from None
     except (ValueError, OSError, RuntimeError) as error:
         from pydantic import ValidationError
@@ -60,8 +62,9 @@ def user_errors() -> Iterator[None]:
             raise
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         # A message may quote file contents, so control characters are escaped.
-        typer.echo(printable_lines(f"error: {error}{notes}"), err=True)
-        raise typer.Exit(MISUSED if isinstance(error, UsageError) else FAILED) from None
+        code = MISUSED if isinstance(error, UsageError) else FAILED
+        report("error", printable_lines(f"error: {error}{notes}"), "error", code=code)
+        raise typer.Exit(code) from None
 
 
 @contextmanager
@@ -103,8 +106,10 @@ def interruptible(
         none = bool(paths) and not (paths[0] / "rounds.jsonl").exists()
         kept = "no round is complete yet" if none else kept
         state = f"{kept}. To continue" if started else "the run had not started. To start it again"
-        typer.echo(f"\nstopped; {state}:\n  {shlex.join([*words, *options])}", err=True)
-        raise typer.Exit(exit_code(received[0])) from None
+        code = exit_code(received[0])
+        text = f"\nstopped; {state}:\n  {shlex.join([*words, *options])}"
+        report("stopped", text, "error", code=code)
+        raise typer.Exit(code) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -27,7 +27,8 @@ from prefed.ui.cli.arguments import (
     run_name,
 )
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, exit_code, interruptible
-from prefed.ui.cli.output import progress_console, terminal
+from prefed.ui.cli.log import report
+from prefed.ui.cli.output import progress_console, tell, terminal
 
 
 def federation(
@@ -138,7 +139,7 @@ def federate(
                 resume=resume,
                 callbacks=terminal(console),
                 page=public_page,
-                tell=lambda text: console.print(text, markup=False),
+                tell=tell,
             )
         print_result(summary, console)
         console.print(f"report: prefed report {shlex.quote(str(path))}", markup=False, soft_wrap=True)
@@ -223,9 +224,9 @@ def site(
         from prefed.networks.federation.flare.site import take_part
 
         silence_transformers()
-        take_part(config, typer.echo)
+        take_part(config, tell)
     except KeyboardInterrupt:
-        typer.echo("stopped; private states were kept", err=True)
+        report("stopped", "stopped; private states were kept", "error", code=INTERRUPTED)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -291,16 +292,17 @@ def peer(
         from prefed.networks.peers.rendezvous import Place
         from prefed.networks.peers.run import peer_folder, run_peer
         from prefed.runs.run import default_out
-        from prefed.trackers.terminal import Terminal
 
         silence_transformers()
         place = replace(Place.of(os.environ, at, rank, peers), patience=patience, join=join, backend=backend)
         folder, label = out or default_out(experiment, run_name(file, cell)), f"peer {place.rank}"
-        callbacks = [Terminal(label=label)]
+        callbacks = terminal(progress_console(), label)
         summary = run_peer(experiment, folder, place, client=client, resume=resume, callbacks=callbacks)
     except KeyboardInterrupt as interrupt:
-        typer.echo("stopped; complete rounds are kept: restart all peers with --auto-resume", err=True)
-        raise typer.Exit(interrupt.args[0] if interrupt.args else INTERRUPTED) from None
+        code = interrupt.args[0] if interrupt.args else INTERRUPTED
+        text = "stopped; complete rounds are kept: restart all peers with --auto-resume"
+        report("stopped", text, "error", code=code)
+        raise typer.Exit(code) from None
     accuracy = summary["preference_accuracy"]["mean"]
     typer.echo(
         f"{label}: {summary['peer']}: preference accuracy {accuracy:.3f} → {peer_folder(folder, place.rank)}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefed.ui.cli.errors import UsageError, user_errors
+from prefed.ui.cli.log import Log, LogFormat, in_json, log_format, report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,18 +55,22 @@ def set_volume(quiet: bool, verbose: bool) -> None:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: add ``-q`` and ``-v``, and handle errors with :func:`user_errors`."""
+    """Wrap a command: add ``-q``, ``-v`` and ``--log``, and handle errors with :func:`user_errors`."""
 
     @wraps(function)
-    def run(*args: Any, quiet: bool = False, verbose: bool = False, **kwargs: Any) -> None:
-        with user_errors():
-            if quiet or verbose:
-                set_volume(quiet, verbose)
-            try:
+    def run(
+        *args: Any, quiet: bool = False, verbose: bool = False, log: LogFormat | None = None, **kwargs: Any
+    ) -> None:
+        log_format.set(log or log_format.get())
+        try:
+            with user_errors():
+                if quiet or verbose:
+                    set_volume(quiet, verbose)
                 with _library_log():
                     function(*args, **kwargs)
-            finally:
-                _volume.set(Volume.USUAL)
+        finally:
+            _volume.set(Volume.USUAL)
+            log_format.set("text")
 
     signature = inspect.signature(function, eval_str=True)
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -73,6 +78,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         inspect.Parameter(name, kind, default=False, annotation=annotation)
         for name, annotation in (("quiet", Quiet), ("verbose", Verbose))
     ]
+    more.append(inspect.Parameter("log", kind, default=None, annotation=Log))
     parameters = [*signature.parameters.values(), *more]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -89,37 +95,41 @@ class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from prefed.core.text import printable
 
+        fields = {}
         if hasattr(record, "part"):
-            self.seconds[record.part] += getattr(record, "seconds", 0.0)
-        typer.echo(printable(record.getMessage()), err=True)
+            fields = {"part": record.part, "seconds": getattr(record, "seconds", 0.0)}
+            self.seconds[record.part] += fields["seconds"]
+        report("log", printable(record.getMessage()), record.levelname.lower(), **fields)
 
 
 @contextmanager
 def _library_log() -> Iterator[None]:
     """Configure the library's log for the verbosity; with ``-v``, print a summary of times."""
-    log, verbose = logging.getLogger("prefed"), _StderrHandler()
-    before, handler = log.level, verbose if volume() is Volume.VERBOSE else logging.NullHandler()
-    if volume() is not Volume.USUAL:
+    log, stderr = logging.getLogger("prefed"), _StderrHandler()
+    before, handler = log.level, logging.NullHandler() if volume() is Volume.QUIET else stderr
+    if volume() is not Volume.USUAL or in_json():
         # With a handler, Python does not print warnings to standard error itself.
         log.addHandler(handler)
     if volume() is Volume.VERBOSE:
         log.setLevel(logging.INFO)
     try:
         yield
-        if verbose.seconds:
+        if stderr.seconds and volume() is Volume.VERBOSE:
             from prefed.core.text import duration
 
-            whole = sum(verbose.seconds.values())
-            longest = sorted(verbose.seconds.items(), key=lambda item: -item[1])
+            whole = sum(stderr.seconds.values())
+            longest = sorted(stderr.seconds.items(), key=lambda item: -item[1])
             parts = (f"{part} {duration(seconds)} ({seconds / whole:.0%})" for part, seconds in longest)
-            typer.echo(f"time by part: {', '.join(parts)}", err=True)
+            report("time", f"time by part: {', '.join(parts)}", seconds=dict(longest))
+        if in_json():
+            report("done", "done")
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
 
 
 def progress_console(as_json: bool = False) -> Console:
-    """The console for progress and human-readable results; silent with ``-q``.
+    """The console for progress and human-readable results; silent with ``-q`` and ``--log json``.
 
     Args:
         as_json: write to standard error, because standard output is for JSON.
@@ -129,15 +139,34 @@ def progress_console(as_json: bool = False) -> Console:
     from prefed.trackers.terminal import stdout_console
 
     console = Console(stderr=True, highlight=False) if as_json else stdout_console()
-    console.quiet = volume() is Volume.QUIET
+    console.quiet = volume() is Volume.QUIET or in_json()
     return console
 
 
-def terminal(console: Console) -> list[Callback]:
-    """The callback that shows progress on ``console``; none with ``-q``, one line per round with ``-v``."""
+def terminal(console: Console, label: str = "") -> list[Callback]:
+    """The callback that shows progress on ``console``; none with ``-q``, one line per round with ``-v``.
+
+    With ``--log json``, it logs events instead.
+
+    Args:
+        label: prefix of each line if several processes write to one terminal.
+    """
+    if volume() is Volume.QUIET:
+        return []
+    from prefed.trackers.log import JsonLog
     from prefed.trackers.terminal import Terminal
 
-    return [] if console.quiet else [Terminal(console, lines=volume() is Volume.VERBOSE)]
+    if in_json():
+        return [JsonLog(report)]
+    return [Terminal(console, label, lines=volume() is Volume.VERBOSE)]
+
+
+def tell(text: str) -> None:
+    """Print a line of progress on standard output; nothing with ``-q``. With ``--log json``, log it."""
+    if in_json() and volume() is not Volume.QUIET:
+        report("note", text)
+    elif volume() is not Volume.QUIET:
+        typer.echo(text)
 
 
 def print_json(content: Any) -> None:

@@ -27,7 +27,8 @@ from prefed.ui.cli.arguments import (
     set_words,
 )
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, interruptible, terminable
-from prefed.ui.cli.output import print_json, progress_console, terminal, volume
+from prefed.ui.cli.log import report
+from prefed.ui.cli.output import print_json, progress_console, tell, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -204,7 +205,7 @@ def sweep(
     def done(cell: SweepCell, outcome: dict[str, Any]) -> None:
         keep(cell, order[cell.folder], outcome)
 
-    work = Sweep(jobs, typer.echo if volume() else lambda text: None)
+    work = Sweep(jobs, tell)
     _to_the_end(work.tables(cells, done))
     for folder, table in {cell.folder: cell.table for cell in cells}.items():
         path = folder.with_name(f"{folder.name}.md")
@@ -231,7 +232,7 @@ def _sweep_grid(
     every_seed = parse_seeds(seeds, first.experiment(*overrides).seed)
     cells = grid_cells(path, combinations, every_seed, out / path.stem, overrides, judge)
     check_cells(cells)
-    sweep = Sweep(jobs, typer.echo)
+    sweep = Sweep(jobs, tell)
     chosen = _to_the_end(sweep.grid(cells))
     from prefed.ui.pages.sweep import keep_grid, sentence
 
@@ -250,7 +251,8 @@ def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
         with terminable():
             return asyncio.run(work)
     except KeyboardInterrupt:
-        typer.echo("\nstopped; the same command continues from here", err=True)
+        text = "\nstopped; the same command continues from here"
+        report("stopped", text, "error", code=INTERRUPTED)
         raise typer.Exit(INTERRUPTED) from None
 
 
