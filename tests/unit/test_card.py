@@ -1,5 +1,7 @@
 """A model card over a run's record that somebody else wrote."""
 
+import re
+
 import pytest
 
 from finished import write_run
@@ -28,9 +30,43 @@ def test_what_a_record_holds_adds_no_line(tmp_path):
     assert text.count(r"x\n---\n\n# Evil") == 5
 
 
+PROMISE = {
+    **{"kind": "central", "clip": 0.3, "noise_multiplier": 4.0, "delta": 1e-5, "releases": 12},
+    **{"adjacency": "one client sends nothing", "bound": "Rényi: Gaussian, cohorts known", "draws": "system"},
+}
+
+
 @pytest.mark.parametrize(("epsilon", "words"), [(2.5, "epsilon 2.5 at delta 1e-05"), (None, "have no noise")])
 def test_the_card_says_what_privacy_the_run_promises(tmp_path, epsilon, words):
-    told = {"kind": "central", "epsilon": epsilon, "delta": 1e-5, "adjacency": "a", "bound": "b"}
-    text = card(tmp_path, privacy={**told, "releases": 2, "draws": "system"})
+    text = card(tmp_path, privacy={**PROMISE, "epsilon": epsilon})
     assert words in text
     assert "no noise was added" not in text
+    assert ("No guarantee" in text) is (epsilon is None)
+
+
+def test_a_card_without_noise_promises_nothing(tmp_path):
+    assert "No guarantee of differential privacy: no noise was added" in card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "clip 0.3 and noise multiplier 4, over 12 releases of the client that took part most often"),
+        ({}, "one client with all its pairs. In neighbouring data sets, one client sends nothing"),
+        ({}, "Cohorts may be known, so sampling does not amplify privacy"),
+        (
+            {"bound": "Rényi: Gaussian on each client with probability 5/20"},
+            "probability 5/20. This assumes that",
+        ),
+        ({}, "clients trust the server, which receives their updates without noise"),
+        ({"kind": "local"}, "clients need not trust the server: each adds noise to its update"),
+        ({"draws": "seed"}, "Whoever knows the seed can remove the noise"),
+    ],
+)
+def test_the_card_says_for_whom_and_against_whom(tmp_path, changes, words):
+    """Unit, sampling, trust and source of the noise, in words."""
+    text = card(tmp_path, privacy={**PROMISE, "epsilon": 2.5, **changes})
+    (section,) = re.findall(r"## Privacy\n\n(.*?)\n\n## ", text, re.DOTALL)
+    assert words in section
+    assert all(line.startswith("- **") for line in section.splitlines())
+    assert ("Whoever knows the seed" in section) is (changes == {"draws": "seed"})

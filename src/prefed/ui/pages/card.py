@@ -21,7 +21,6 @@ from prefed.runs.start_or_resume import is_place
 from prefed.train.metrics import mean_interval
 from prefed.ui.pages.origin import described_method
 from prefed.ui.pages.tables import setting
-from prefed.ui.pages.terminal import privacy_line
 from prefed.ui.templates import make_environment
 
 SETTINGS = (
@@ -47,6 +46,20 @@ FOLDER = "path/to/this/folder"
 """Placeholder for the folder of a model without a name on the hub."""
 ACCURACIES = ("baseline_accuracy", "preference_accuracy", "reward_accuracy", "normalized_accuracy")
 """Metrics of a policy on a card."""
+
+
+_TRUST: Mapping[object, str] = {
+    "central": "clients trust the server, which receives their updates without noise and adds noise to the "
+    "sum. The guarantee holds towards everyone who receives the model.",
+    "local": "clients need not trust the server: each adds noise to its update before sending it.",
+}
+"""``[privacy] kind`` → who must be trusted."""
+_SAMPLING = {
+    True: "Cohorts may be known, so sampling does not amplify privacy.",
+    False: "This assumes that nobody who sees the model knows the cohorts or the seed.",
+}
+_SEED = "Whoever knows the seed can remove the noise."
+_MAY_REVEAL = "The model may still reveal information about its training data."
 
 
 def model_card(
@@ -101,7 +114,7 @@ def model_card(
                 export.code(repo or FOLDER, base or Path(export.model.name).name, hub=repo is not None)
             ),
             cost=_cost(run),
-            noise=privacy_line(run.summary["privacy"]) if "privacy" in run.summary else "",
+            privacy=_privacy(run, export),
             licence=f"{printable(licence)}{whose}."
             if licence
             else "Not specified. Choose a licence before you share the model.",
@@ -260,6 +273,30 @@ def _data(run: RunRecord, sets: list[str]) -> str:
         f"{sum(sizes):,} preference pairs from {source}, held by "
         f"{pluralize(len(sizes), 'client', 'clients')} with {each} pairs each."
     )
+
+
+def _privacy(run: RunRecord, export: Export) -> list[str]:
+    """What the run guarantees each client, one sentence or two per line."""
+    promise = run.summary.get("privacy")
+    if promise is None or promise["epsilon"] is None:
+        why = "no noise was added during training" if promise is None else "updates have no noise"
+        return [f"No guarantee of differential privacy: {why}. {_MAY_REVEAL}"]
+    lines = [
+        f"**Guarantee**: differential privacy with epsilon {promise['epsilon']:.3g} at delta "
+        f"{promise['delta']:g}, by the Gaussian mechanism with clip {promise['clip']:g} and noise multiplier "
+        f"{promise['noise_multiplier']:g}, over {pluralize(promise['releases'], 'release', 'releases')} of "
+        "the client that took part most often.",
+        f"**Unit**: one client with all its pairs. In neighbouring data sets, {promise['adjacency']}.",
+        f"**Sampling**: {promise['bound']}. {_SAMPLING['cohorts known' in promise['bound']]}",
+        f"**Trust**: {_TRUST[promise['kind']]}",
+        f"**Not covered**: metrics, numbers of clients and pairs, and settings that were tuned on the same "
+        f"clients. {_MAY_REVEAL}",
+    ]
+    if promise["draws"] == "seed":
+        lines.insert(4, f"**Noise**: drawn from the run's seed, as in a simulation. {_SEED}")
+    if export.client is not None:
+        lines.append("**This model is not covered either**: it also depends on its own client's pairs.")
+    return [printable(line) for line in lines]
 
 
 def _interval(run: RunRecord, figure: Figure, shares: Mapping[str, float]) -> str:
