@@ -236,6 +236,10 @@ def test_compare_writes_what_is_asked_for(runs, tmp_path, monkeypatch):
     compare(folder, "--json", "--out", "a.svg")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "p"]
     assert "plot: compare.png" in compare(runs[0].path, runs[3].path)
+    Path("compare.png").unlink()
+    monkeypatch.setattr("prefed.ui.pages.plot_file.find_spec", lambda name: None)
+    assert "no plot: it needs the package matplotlib" in compare(runs[0].path, runs[3].path)
+    assert not Path("compare.png").exists()
     assert "p is a folder; name a file for the page" in compare(folder, "--html", "p", code=1)
     assert "give at least two different runs" in compare(runs[0].path, "--html", "x.html", code=1)
 

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 
 class DataError(ValueError):
     """Data that cannot be used, or cannot be divided as configured."""
+
+
+def require(package: str, source: object) -> None:
+    """Check that a package of the extra ``prefed[datasets]`` is installed.
+
+    Args:
+        source: what needs it, for the message.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    if find_spec(package) is None:
+        raise DataError(f"{source} needs the package {package}: pip install 'prefed[datasets]'")
 
 
 class DataMismatchError(DataError):

@@ -91,8 +91,16 @@ class RunResult:
         """One row per client, by name: its pairs by split, and its metrics in the summary.
 
         A metric is NaN for a client that was not evaluated, or that is too small to be listed separately.
+
+        Raises:
+            RuntimeError: pandas is not installed.
         """
-        import pandas  # a dependency of datasets
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise RuntimeError(
+                "RunResult.clients needs the package pandas: pip install 'prefed[datasets]'"
+            ) from error
 
         pairs = pandas.DataFrame.from_dict(self.summary["clients"], orient="index")
         metrics = {

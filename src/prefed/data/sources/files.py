@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
-from prefed.data.errors import DataError, ErrorCollector, RowLocation
+from prefed.data.errors import DataError, ErrorCollector, RowLocation, require
 from prefed.data.sources.folders import NOT_TEXT, file_kind, saved_files, saved_rows
 
 Row: TypeAlias = "Mapping[str, Any]"
@@ -298,6 +298,7 @@ def _csv(
 
 
 def _parquet(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
+    require("pyarrow", f"{path}: a Parquet file")
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core.text import did_you_mean
-from prefed.data.errors import DataError
+from prefed.data.errors import DataError, require
 
 _SET = ("state.json", "dataset_info.json")
 _SPLITS = "dataset_dict.json"
@@ -48,8 +48,9 @@ def saved_rows(folder: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a saved dataset without splits.
 
     Raises:
-        DataError: the dataset cannot be read.
+        DataError: ``datasets`` is not installed, or the dataset cannot be read.
     """
+    require("datasets", f"{folder}: a saved dataset")
     from datasets import load_from_disk
 
     try:

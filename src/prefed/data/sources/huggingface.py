@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prefed.core import huggingface
-from prefed.data.errors import DataError, RowLocation
+from prefed.data.errors import DataError, RowLocation, require
 from prefed.data.sources.files import Row
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -31,9 +31,11 @@ def read_rows(
     ``subset`` is a configuration of the dataset or, with ``subset_is_folder``, a folder in it.
 
     Raises:
-        DataError: the dataset cannot be loaded. The message contains the library's reason and a remedy.
+        DataError: ``datasets`` is not installed, or the dataset cannot be loaded. The message contains the
+            library's reason and a remedy.
     """
     title = f"{name}{f'/{subset}' if subset else ''} ({split})"
+    require("datasets", f"{title}, on the Hugging Face hub,")
     with huggingface.in_reach() as answers:
         try:
             data = _load(name, subset, subset_is_folder, split, revision)

@@ -102,7 +102,8 @@ def compare(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The plot, a .png, .svg or .pdf file (default: compare.png; none with --html or --json)."
+            help="The plot, a .png, .svg or .pdf file (default: compare.png if matplotlib is installed; none "
+            "with --html or --json)."
         ),
     ] = None,
     html: Annotated[
@@ -116,7 +117,8 @@ def compare(
     from prefed.runs.seed_groups import find_runs
     from prefed.ui.pages import plot_file
 
-    if out is None and html is None and not as_json:
+    default = out is None and html is None and not as_json
+    if default and plot_file.installed():
         out = Path("compare.png")
     if out is not None:
         plot_file.file_format(out)
@@ -149,6 +151,8 @@ def compare(
 
         write_comparison(records, html)
         made.append(f"page: {html}")
+    if default and out is None:
+        made.append(f"no plot: it {plot_file.NEEDS}")
     for line in made:
         typer.echo(line, err=as_json)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,17 +29,27 @@ WIDTH, INCH = 8.0, 85.0
 """Width of a plot in inches, and pixels of panel height per inch."""
 
 
+NEEDS = "needs the package matplotlib: pip install 'prefed[plots]'"
+
+
+def installed() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
 def file_format(path: Path) -> str:
     """The format of a plot by its extension: ``"png"``, ``"svg"`` or ``"pdf"``.
 
     Raises:
-        ValueError: another extension, or the path is a folder.
+        ValueError: another extension, the path is a folder, or matplotlib is not installed.
     """
     name = path.suffix.lower().removeprefix(".")
     if name not in ("png", "svg", "pdf"):
         raise ValueError(f"{path}: the name of a plot must end in .png, .svg or .pdf")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file for the plot")
+    if not installed():
+        raise ValueError(f"{path}: a plot {NEEDS}")
     return name
 
 
@@ -46,7 +57,7 @@ def save(chart: Chart, path: Path) -> None:
     """Write a chart to a file, with its panels stacked.
 
     Raises:
-        ValueError: unsupported extension, see :func:`file_format`.
+        ValueError: see :func:`file_format`.
     """
     name = file_format(path)
     from matplotlib import rc_context

@@ -1,0 +1,176 @@
+"""What is published: its description, its extras, and what runs without them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from prefed.data import DataError
+from prefed.data.errors import ErrorCollector
+from prefed.data.sources import files, huggingface
+from prefed.data.sources.folders import saved_rows
+from prefed.runs.run import RunResult
+from prefed.ui.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+PROJECT = BUILD["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PACKAGES = {"Crypto": "pycryptodome", "mlflow": "mlflow-skinny"}
+"""Modules whose names differ from that of their package, other than by ``_`` for ``-``."""
+
+
+def name_of(requirement: str) -> str:
+    """``"prefed[a,b]>=1"`` → ``"prefed"``."""
+    return re.split(r"[\[<>=!~ ;]", requirement)[0]
+
+
+def packages(extra: str) -> set[str]:
+    """The packages of an extra, with those of the extras that it names."""
+    found = set()
+    for requirement in EXTRAS[extra]:
+        if name_of(requirement) == "prefed":
+            for other in requirement.split("[")[1].rstrip("]").split(","):
+                found |= packages(other)
+        else:
+            found.add(name_of(requirement))
+    return found
+
+
+def test_links_of_the_readme_on_an_index_lead_to_files_of_the_repository() -> None:
+    """An index shows no file of the repository: every link and picture becomes a URL of one that exists."""
+    hook = BUILD["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    text = "".join((ROOT / fragment["path"]).read_text("utf-8") for fragment in hook["fragments"])
+    relative = len(re.findall(r'\]\((?!https?:|#)|(?:src|srcset)="(?!https?:)', text))
+    for substitution in hook["substitutions"]:
+        text = re.sub(substitution["pattern"], substitution["replacement"], text)
+    targets = re.findall(r"\]\((?!#)([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    own = [
+        match[1]
+        for target in targets
+        if (
+            match := re.fullmatch(
+                r"https://[\w.]+/prefed/prefed(?:/blob)?/v\$HFPR_VERSION/([^#]+)(#.*)?", target
+            )
+        )
+    ]
+    assert all(target.startswith("https://") for target in targets)
+    assert len(own) == relative
+    assert [path for path in own if not (ROOT / path).is_file()] == []
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    """In messages, pages and pyproject.toml itself."""
+    folders = [ROOT / "src", ROOT / "docs", ROOT / "deploy", ROOT / "scripts"]
+    texts = [
+        path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".md", ".sh", ""}
+    ]
+    named = {
+        extra
+        for path in [*(path for path in texts if path.is_file()), ROOT / "pyproject.toml"]
+        for group in re.findall(r"prefed(?:\.whl)?\[([\w,]+)\]", path.read_text("utf-8"))
+        for extra in group.split(",")
+    }
+    assert named - set(EXTRAS) == set()
+    assert {"datasets", "plots", "nvflare"} <= named
+
+
+def test_all_holds_every_extra_for_users() -> None:
+    for_users = set(EXTRAS) - {"all", "test", "docs", "dev", "release"}
+    assert packages("all") == set().union(*(packages(extra) for extra in for_users))
+
+
+def third_party(path: Path) -> Iterator[tuple[str, bool]]:
+    """The packages that a file imports, and whether it does so when it is itself imported."""
+    tree = ast.parse(path.read_text("utf-8"))
+    typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing:
+            continue
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            modules.append(str(node.module))
+        for module in modules:
+            top = module.split(".")[0]
+            yield PACKAGES.get(top, top.replace("_", "-")), node in tree.body
+
+
+def test_files_import_what_is_required_or_of_an_extra() -> None:
+    """A file that is imported needs nothing but what ``prefed`` requires, but those of two extras."""
+    required = {name_of(requirement) for requirement in PROJECT["dependencies"]}
+    brought = {"huggingface-hub", "markupsafe", "pydantic-core", "tokenizers", "typing-extensions"}
+    standard = {name.replace("_", "-") for name in sys.stdlib_module_names}
+    free = {*required, *brought, *standard, "prefed"}
+    optional = packages("all")
+    source = ROOT / "src" / "prefed"
+    unknown, first = set(), set()
+    for path in source.rglob("*.py"):
+        for package, at_import in third_party(path):
+            if package not in free:
+                unknown |= {package} - optional
+                first |= {(package, path.relative_to(source).as_posix())} if at_import else set()
+    assert unknown == {"psutil"}  # comes with nvflare
+    assert first == {
+        ("nvflare", "networks/federation/flare/apps.py"),
+        ("starlette", "ui/collect/server.py"),
+        ("uvicorn", "ui/collect/server.py"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("package", "read", "error", "message"),
+    [
+        (
+            "pyarrow",
+            lambda: next(files.read_rows(Path("a.parquet"), "utf-8", ErrorCollector())),
+            DataError,
+            r"a\.parquet: a Parquet file needs the package pyarrow: .*'prefed\[datasets\]'",
+        ),
+        (
+            "datasets",
+            lambda: next(saved_rows(Path("saved"))),
+            DataError,
+            r"saved: a saved dataset needs the package datasets: .*'prefed\[datasets\]'",
+        ),
+        (
+            "datasets",
+            lambda: next(
+                huggingface.read_rows("a/b", subset=None, subset_is_folder=False, split="test", revision=None)
+            ),
+            DataError,
+            r"a/b \(test\), on the Hugging Face hub, needs the package datasets: .*'prefed\[datasets\]'",
+        ),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, package, read, error, message) -> None:
+    monkeypatch.setattr("prefed.data.errors.find_spec", lambda name: None if name == package else name)
+    with pytest.raises(error, match=message):
+        read()
+
+
+def test_clients_of_a_result_need_pandas(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(RuntimeError, match=r"pandas: pip install 'prefed\[datasets\]'"):
+        RunResult.clients.func(SimpleNamespace())
+
+
+def test_a_plot_needs_matplotlib(monkeypatch, tmp_path) -> None:
+    """It is refused before anything is printed."""
+    monkeypatch.setattr("prefed.ui.pages.plot_file.find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["compare", str(tmp_path), str(tmp_path), "--out", "a.png"])
+    assert result.exit_code == 1
+    assert "a.png: a plot needs the package matplotlib: pip install 'prefed[plots]'" in result.stderr
+    assert result.stdout == ""
