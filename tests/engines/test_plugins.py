@@ -256,6 +256,19 @@ def test_a_changed_package_is_named(file, package, tmp_path):
         run(Experiment.load(file, ["method.name=lgfedavg", "rounds=4"]), tmp_path / "run", resume=True)
 
 
+def test_an_absent_package_is_named(file, package, tmp_path):
+    """By its name and version, which the summary has, and on resume by the method that it provides."""
+    run(Experiment.load(file, ["method.name=lgfedavg"]), tmp_path / "run")
+    plugins._package.cache_clear()
+    plugins.entry_points.cache_clear()
+    (package / "lgpack-1.5.dist-info/entry_points.txt").unlink()
+    message = r"run: lgfedavg, from outside prefed, is not installed here; install lgpack 1\.5$"
+    with pytest.raises(RunError, match=message):
+        load_run(tmp_path / "run")
+    with pytest.raises(StoreError, match="lgfedavg, from outside prefed, is not installed here; install the"):
+        run(Experiment.load(file, ["method.name=feddpo"]), tmp_path / "run", resume=True)
+
+
 # Objectives and merge rules.
 
 LOSS = """

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from prefed.core import NO_MINIMUM, Key, Privacy
 from prefed.data import DataConfig, DataError, Record, SelectorConfig, build_dataset
+from prefed.data.statistics import dataset_statistics
 from prefed.data.tokens import pair_hash, thumbs
 from prefed.train.metrics import ThumbScores, federated_metrics, thumb_metrics
+from prefed.ui.pages.terminal import print_dataset_statistics
 from preferences import jsonl, tokenizer
 
 TURN, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -19,6 +24,7 @@ TURN, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content
 
 def build(tmp_path, rows, selector=None, **settings):
     settings = {"partition": {"by": "column", "column": "client"}, "test_fraction": 0.0, **settings}
+    tmp_path.mkdir(exist_ok=True)
     config = DataConfig(train=str(jsonl(tmp_path / "rows.jsonl", rows)), **settings)
     return build_dataset(config, tokenizer(), Key(0), tmp_path / "data", selector)
 
@@ -218,3 +224,17 @@ def test_metrics_that_some_clients_lack():
     }
     few = federated_metrics(metrics, {"a": 9, "b": 2}, Privacy(minimum_pairs=5))
     assert [*few] == ["margin", "reward_up"]
+
+
+def test_prefed_data_counts_thumbs_up_and_down(tmp_path):
+    """Ann has two up and one down, bob one down. A file of pairs has no such columns."""
+    rows = [thumb(0, True), thumb(1, True), thumb(2, False), thumb(3, False, client="bob")]
+    out = io.StringIO()
+    print_dataset_statistics(dataset_statistics(build(tmp_path, rows)), Console(file=out, width=160))
+    assert re.search(r"client +train +up +down +val", out.getvalue())
+    assert re.search(r"ann +3 +2 +1 +0", out.getvalue())
+    assert re.search(r"bob +1 +0 +1 +0", out.getvalue())
+    pairs = build(tmp_path / "pairs", [{"prompt": "Q", "chosen": "a", "rejected": "b", "client": "ann"}])
+    out = io.StringIO()
+    print_dataset_statistics(dataset_statistics(pairs), Console(file=out, width=160))
+    assert re.search(r"client +train +val", out.getvalue())

@@ -13,7 +13,7 @@ from prefed.core.random_keys import Key
 from prefed.core.strict_settings import StrictModel
 from prefed.data.dataset import FederatedDataset, RowCounts
 from prefed.data.partition import duplicate_mask
-from prefed.data.tokens import TokenSet
+from prefed.data.tokens import TokenSet, thumbs
 
 
 class Lengths(StrictModel):
@@ -38,6 +38,8 @@ class ClientStatistics(StrictModel):
         contradictions: training pairs that another client trains on with the opposite preference.
         test_prompts: test pairs with a prompt that the client trains on.
         test_elsewhere: test pairs that another client trains on.
+        thumbs_up: training rows that are thumbs up.
+        thumbs_down: training rows that are thumbs down.
         category_distance: Jensen–Shannon distance (base 2, between 0 and 1) between the categories of the
             training pairs of the client and of all clients; ``None`` without categories.
         token_distance: the same for the tokens of the chosen responses; for selectors, of both responses; for
@@ -58,6 +60,8 @@ class ClientStatistics(StrictModel):
     contradictions: int
     test_prompts: int
     test_elsewhere: int
+    thumbs_up: int
+    thumbs_down: int
     category_distance: float | None
     token_distance: float
 
@@ -213,6 +217,7 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
         random.append(distances(shuffled[own]))
         category_distance, token_distance = distances(own)
         codes, counts = _histogram(category[own])
+        feedback = thumbs(tokens.lengths[data.train])
         each.append(
             ClientStatistics(
                 id=data.id,
@@ -225,6 +230,8 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
                 response=_response_lengths(tokens, data.train),
                 **{name: int(mask[own].sum()) for name, mask in train_masks.items()},
                 **{name: int(mask[tests].sum()) for name, mask in test_masks.items()},
+                thumbs_up=int((feedback > 0).sum()),
+                thumbs_down=int((feedback < 0).sum()),
                 category_distance=category_distance,
                 token_distance=token_distance,
             )

@@ -27,7 +27,7 @@ from prefed.models.quiet_libraries import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers, selector_settings
 from prefed.runs.finished_run import RunError, RunRecord, read_run
 from prefed.runs.reference import reference_folder
-from prefed.runs.start_or_resume import CODE, changed_code, settings_digest
+from prefed.runs.start_or_resume import CODE, absent_code, changed_code, settings_digest
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
 from prefed.train.pair_trainer import PairTrainerFactory
@@ -247,6 +247,8 @@ def recorded_experiment(record: RunRecord) -> Experiment:
     try:
         experiment = Experiment.from_tables(record.config, str(record.path / "config.toml"))
     except ConfigError as error:
+        if absent := absent_code(record.config, digests, record.summary.get("origin", {}).get("code", {})):
+            raise RunError(f"{path}: {absent}") from error
         raise RunError(f"{error}\nrestore config.toml from a backup") from error
     if changed := changed_code(experiment, digests):
         raise RunError(f"{path}: {changed} changed since the run; restore the original")

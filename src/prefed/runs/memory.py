@@ -59,11 +59,11 @@ def from_memory(
                 path = folder / f"{role}-{len(settings[role]) + 1}.jsonl"
                 _check_name(name, label, settings[role])
                 settings[role][str(name)] = str(path)
-                sources[path] = f"{label}[{name!r}]", rows
+                sources[path] = _checked(f"{label}[{name!r}]", rows)
         else:
             path = folder / f"{role}.jsonl"
             settings[role] = str(path)
-            sources[path] = label, each
+            sources[path] = _checked(label, each)
     experiment = Experiment.from_tables({**tables, "data": settings}, "run(data=...)")
     _keep(sources, folder, writer)
     try:
@@ -93,6 +93,15 @@ def _check_name(name: Any, label: str, others: Mapping[str, str]) -> None:
         raise TypeError(f"{label}: a client's name must be text or a whole number, not {name!r}")
     if str(name) in others:
         raise ConfigError(f"{label}: two clients are called {str(name)!r}; rename one of them")
+
+
+def _checked(label: str, rows: Rows) -> tuple[str, Rows]:
+    if isinstance(rows, list | tuple) or hasattr(rows, "iterrows") or hasattr(rows, "with_format"):
+        return label, rows
+    raise TypeError(
+        f"{label} must be a datasets.Dataset, a pandas.DataFrame or a list of dicts, not "
+        f"{type(rows).__name__}; for a file, set [data] train to its path"
+    )
 
 
 def _keep(sources: Mapping[Path, tuple[str, Rows]], folder: Path, writer: RunWriter) -> None:
@@ -133,12 +142,8 @@ def _each(rows: Rows, label: str) -> Iterable[Any]:
     if hasattr(rows, "with_format"):
         python: Iterable[Any] = rows.with_format(None)
         return python
-    if isinstance(rows, list | tuple):
-        return rows
-    raise TypeError(
-        f"{label} must be a datasets.Dataset, a pandas.DataFrame or a list of dicts, not "
-        f"{type(rows).__name__}; for a file, set [data] train to its path"
-    )
+    each: Iterable[Any] = rows
+    return each
 
 
 def _write(path: Path, rows: Iterable[Any], label: str) -> None:

@@ -13,12 +13,14 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tomli_w
 import torch
 
 from prefed.config import ConfigError, Experiment, to_toml
+from prefed.config.file import code_names, code_of
 from prefed.core import Callback, Callbacks, files
 from prefed.core.strict_settings import differing, flatten
 from prefed.core.text import pluralize
@@ -77,6 +79,8 @@ def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False)
     try:
         stored = None if config is None else Experiment.from_tables(config, f"{writer.path / 'config.toml'}")
     except ConfigError as error:
+        if absent := absent_code(config or {}, writer.commit.fingerprint if writer.commit else {}):
+            raise StoreError(f"{writer.path} cannot continue: {absent}") from error
         raise StoreError(
             f"{error}\nrestore config.toml from a backup, or start a new run with another --out"
         ) from error
@@ -325,6 +329,29 @@ def changed_code(experiment: Experiment, fingerprint: Mapping[str, str]) -> str:
     """Name the code of an experiment that has another digest in the fingerprint of a run; empty for none."""
     digests = code_digests(experiment)
     return ", ".join(name for name in digests if fingerprint.get(CODE + name, digests[name]) != digests[name])
+
+
+def absent_code(
+    config: Mapping[str, Any],
+    fingerprint: Mapping[str, str],
+    used: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> str:
+    """Say which entry points of a run are not installed here; empty if all are.
+
+    Args:
+        config: the nested tables of the run.
+        fingerprint: that of the run.
+        used: the code in the summary of the run, see :func:`~prefed.runs.summary.describe_origin`.
+    """
+    present = code_of(config)
+    missing = {
+        name: used.get(name, {})
+        for name in sorted({table[key] for table, key, _ in code_names(config)})
+        if CODE + name in fingerprint and name not in present
+    }
+    packages = [f"{code['place']} {code['version']}".strip() for code in missing.values() if code]
+    install = f"install {', '.join(packages)}" if packages else "install the package that provides it"
+    return f"{', '.join(missing)}, from outside prefed, is not installed here; {install}" if missing else ""
 
 
 def commit_start(experiment: Experiment, job: Job, writer: RunWriter, digests: Mapping[str, str]) -> None:

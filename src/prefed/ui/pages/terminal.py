@@ -305,10 +305,11 @@ def print_dataset_statistics(statistics: DatasetStatistics, console: Console) ->
     """Print a table with one line per client (the first 40), then a table of the whole dataset."""
     # Categories that only repeat the clients' ids are left out.
     categorised = any(client.categories.keys() - {client.id} for client in statistics.clients)
-    rows: list[Row] = [_client_row(client, categorised) for client in statistics.clients[:LISTED]]
+    thumbs = any(client.thumbs_up or client.thumbs_down for client in statistics.clients)
+    rows: list[Row] = [_client_row(client, categorised, thumbs) for client in statistics.clients[:LISTED]]
     if len(statistics.clients) > LISTED:
         rows.append((f"… and {len(statistics.clients) - LISTED:,} more", []))
-    heads = ["client", "train", "val.", "test", "prompt", "response"]
+    heads = ["client", "train", *(["up", "down"] if thumbs else []), "val.", "test", "prompt", "response"]
     heads += ["JSD cat.", "JSD tok.", "category"] if categorised else ["JSD tok."]
     caption = pluralize(len(statistics.clients), "client", "clients")
     left = int(categorised)
@@ -320,8 +321,9 @@ def print_dataset_statistics(statistics: DatasetStatistics, console: Console) ->
     console.print(terminal(Table("", ["all clients", ""], whole)))
 
 
-def _client_row(client: ClientStatistics, categorised: bool) -> Row:
-    cells = [f"{count:,}" for count in (client.train, client.validation, client.test)]
+def _client_row(client: ClientStatistics, categorised: bool, thumbs: bool) -> Row:
+    feedback = (client.thumbs_up, client.thumbs_down) if thumbs else ()
+    cells = [f"{count:,}" for count in (client.train, *feedback, client.validation, client.test)]
     cells += [_quantiles(client.prompt), _quantiles(client.response)]
     if categorised:
         cells.append("–" if client.category_distance is None else f"{client.category_distance:.2f}")
