@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "fast": not args.plain,
         "checkpointing": args.checkpointing,
-        "lora": {"dropout": 0.1},
+        "lora": {"dropout": args.dropout},
     }
     config = ModelConfig.model_validate(settings)
     needs = frozenset({"weights" if args.train == "full" else "lora"})
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="of a prompt with a response (default 512)")
     parser.add_argument("--train", choices=("lora", "full"), default="lora")
+    parser.add_argument("--dropout", type=float, default=0.1, help="of the LoRA (default 0.1)")
     parser.add_argument("--plain", action="store_true", help="the plain path: padded, and full logits")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")

@@ -232,6 +232,20 @@ def make_backbone(
         ModelError: the model has no module to adapt, or does not support a part, its dtype or
             ``checkpointing``.
     """
+    device = find_device(config.device)
+    wrapped = adapted(model, config, needs)
+    check_dtype(config, device)
+    if device.type == "cuda":
+        # No TF32: an implicit reward is a small difference of large sums, and bfloat16 is there for speed.
+        torch.set_float32_matmul_precision("highest")
+    wrapped.to(device).eval()
+    keep_four_bits(wrapped)
+    check_language_model(wrapped, config.name)
+    return with_parts(wrapped, tokenizer, config, key, needs, device)
+
+
+def adapted(model: Any, config: ModelConfig, needs: frozenset[str]) -> Any:
+    """Freeze ``model``, and adapt it with PEFT unless all weights train."""
     unknown = needs - PART_BUILDERS.keys() - _FLAGS
     if unknown:
         raise ModelError(f"unknown parts of a model: {', '.join(sorted(unknown))}")
@@ -243,19 +257,24 @@ def make_backbone(
     family = FAMILIES.get(model.config.model_type)
     model.requires_grad_(False)
     wrapped: Any = model if WEIGHTS in needs else with_lora(model, config, family, "outputs" in needs)
-    device = find_device(config.device)
-    check_dtype(config, device)
-    if device.type == "cuda":
-        # No TF32: an implicit reward is a small difference of large sums, and bfloat16 is there for speed.
-        torch.set_float32_matmul_precision("highest")
-    wrapped.to(device).eval()
-    keep_four_bits(wrapped)
-    check_language_model(wrapped, config.name)
+    return wrapped
+
+
+def with_parts(
+    wrapped: Any,
+    tokenizer: Any,
+    config: ModelConfig,
+    key: Key,
+    needs: frozenset[str],
+    device: torch.device,
+) -> Backbone:
+    """Add the parts of :func:`make_backbone` to the model of :func:`adapted`."""
     if config.fast:
         fuse(wrapped)
     causal = wrapped if WEIGHTS in needs else wrapped.get_base_model()
     if config.checkpointing:
         recompute_blocks(causal)
+    family = FAMILIES.get(causal.config.model_type)
     final = None if family is None else FinalNorm(getattr(causal.base_model, family.final_norm))
     context = PartContext(causal, family, config, key, needs)
     try:

@@ -36,11 +36,14 @@ def find_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def with_dtype(config: ModelConfig) -> ModelConfig:
+def with_dtype(config: ModelConfig, device: str | None = None) -> ModelConfig:
     """Fill in the dtype of a model whose settings name none.
 
     It is float32 on a CPU and if all weights train. On a GPU it is the dtype in the checkpoint's config.json,
     or float32 if that names none or another one.
+
+    Args:
+        device: type of the model's device; ``None``: that of :func:`find_device`.
 
     Raises:
         ModelError: the checkpoint has no readable configuration.
@@ -48,15 +51,22 @@ def with_dtype(config: ModelConfig) -> ModelConfig:
     if config.dtype is not None:
         return config
     dtype = "float32"
-    if config.train == "lora" and find_device(config.device).type != "cpu":
-        from transformers import AutoConfig
-
-        checkpoint = load_pretrained(
-            AutoConfig, "[model] name", config.name, "configuration", revision=config.revision
-        )
+    if config.train == "lora" and (device or find_device(config.device).type) != "cpu":
+        checkpoint = checkpoint_config(config)
         own = str(checkpoint.dtype or text_config(checkpoint).dtype).removeprefix("torch.")
         dtype = own if own in get_args(Dtype) else dtype
     return config.model_copy(update={"dtype": dtype})
+
+
+def checkpoint_config(config: ModelConfig) -> Any:
+    """Return the configuration in the checkpoint's config.json.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    return load_pretrained(AutoConfig, "[model] name", config.name, "configuration", revision=config.revision)
 
 
 def precision_notes(config: ModelConfig) -> list[str]:

@@ -367,7 +367,8 @@ def _has_varlen(device: torch.device) -> bool:
 
     It requires an NVIDIA GPU of compute capability 8.0 or later.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
+    planned = device.type == "meta"  # of a GPU whose memory is estimated
+    if not planned and (device.type != "cuda" or torch.version.hip is not None):
         return False
     try:  # here because the import takes long
         from torch.nn.attention.varlen import varlen_attn
@@ -375,7 +376,7 @@ def _has_varlen(device: torch.device) -> bool:
         return False
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         return False
-    if not torch.cuda.is_available():  # fake tensors
+    if planned or not torch.cuda.is_available():  # fake tensors
         return True
     available: bool = torch.backends.cuda.is_flash_attention_available()
     return available and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from prefed.data import Pair
 from prefed.models import Backbone
@@ -28,7 +29,8 @@ def pad(
     """Pad prompts with responses to one batch, each pair's chosen response before its rejected one.
 
     Returns:
-        Token ids, attention mask, and a bool mask of the completion tokens; each ``[n, T]``.
+        Token ids, attention mask, and a bool mask of the completion tokens; each ``[n, T]``. The last is on
+        the CPU, where the number of tokens that it selects is known without waiting for the device.
     """
     responses = [(p.prompt, y) for p in pairs for y in ((p.chosen, p.rejected) if rejected else (p.chosen,))]
     longest = max(len(x) + len(y) for x, y in responses)
@@ -40,7 +42,7 @@ def pad(
         ids[number, :length] = torch.from_numpy(np.concatenate([x, y]).astype(np.int64))
         attention[number, :length] = 1
         completion[number, len(x) : length] = True
-    return ids.to(device), attention.to(device), completion.to(device)
+    return ids.to(device), attention.to(device), completion
 
 
 def by_response(tastes: torch.Tensor | None, *, rejected: bool = True) -> torch.Tensor | None:
@@ -52,7 +54,7 @@ def logits_at(causal: Any, rows: torch.Tensor, **inputs: Any) -> tuple[torch.Ten
     """Run the model's own forward, with the head applied only to the hidden states at ``rows``.
 
     Args:
-        rows: ``[n, T]`` bool, M of them true.
+        rows: ``[n, T]`` bool on the CPU, M of them true.
 
     Returns:
         ``[M, V]`` logits in the order of ``rows``, and the model's output.
@@ -130,12 +132,12 @@ class PaddedForward(PairForward):
             )
         # Targets have the order of the mask's true positions: by response, then by token.
         tokens = logits.float().log_softmax(1).gather(1, ids[completion][:, None])[:, 0]
-        response = predicting.nonzero()[:, 0]
+        response = predicting.nonzero()[:, 0].to(ids.device)
         columns = [torch.zeros(len(ids), device=ids.device).index_add(0, response, tokens)]
         if rewards:
             assert backbone.reward is not None
             pooled = completion if backbone.config.reward.pool == "completion" else attention
-            weights = pooled[..., None].float()
+            weights = pooled[..., None].to(ids.device, torch.float32)
             final = out.hidden_states[-1].float()
             columns.append(backbone.reward((final * weights).sum(1) / weights.sum(1)))
         if rejected:
@@ -156,7 +158,8 @@ class PaddedChoices(PaddedForward):
         # Without the letter, which would not fit if the sequence fills the context.
         inputs = [Pair(prompt, first[:-1], second[:-1]) for prompt, first, second in pairs]
         ids, attention, _ = pad(inputs, device=self.backbone.device)
-        last = attention.bool() & ~shifted(attention).bool()
+        lengths = [len(prompt) + len(branch) for prompt, *branches in inputs for branch in branches]
+        last = F.one_hot(torch.tensor(lengths) - 1, ids.shape[1]).bool()
         with tasting(self.backbone.taste_map, by_response(tastes)):
             logits, _ = logits_at(self.backbone.causal, last, input_ids=ids, attention_mask=attention)
         targets = [int(branch[-1]) for pair in pairs for branch in (pair.chosen, pair.rejected)]

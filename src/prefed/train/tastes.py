@@ -151,7 +151,7 @@ class ResponseFeatures:
         elif final.dim() > 3:  # Gemma 3n has four streams, joined after the last block
             final = backbone.trunk(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
         if self._mean:
-            weights = completion[..., None].float()
+            weights = completion[..., None].to(final.device, torch.float32)
             return (final.float() * weights).sum(1) / weights.sum(1)
         return final[torch.arange(len(ids), device=ids.device), attention.sum(1) - 1]
 

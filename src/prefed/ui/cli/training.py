@@ -52,15 +52,27 @@ def run(
             help="Check everything and estimate message sizes and the duration of a round; write nothing.",
         ),
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda:SIZE",
+            help="With --dry-run: estimate the memory of a training step on a GPU of this size instead, e.g. "
+            "cuda:80GB. No weights are loaded, and no GPU is needed.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run an experiment and write its run directory."""
+    if device and not dry_run:
+        raise UsageError("--device requires --dry-run; to choose a run's device, --set model.device=NAME")
     if dry_run and (resume or auto_resume):
         raise UsageError("give --dry-run or --resume, not both: a dry run is always a new run")
     overrides = [*(overrides or []), *([f"track.to={json.dumps(track)}"] if track else [])]
     words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
     words += set_words(overrides)
     words += ["--dry-run"] if dry_run else []
+    words += ["--device", device] if device else []
     again = "--auto-resume" if auto_resume else "--resume"
     with interruptible(words, out, resume or auto_resume, again=(again,)) as paths:
         from prefed.config.experiment_table import load_cell
@@ -83,7 +95,9 @@ def run(
         refuse_foreign(path, resume)
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
-        if dry_run:
+        if device:
+            _plan(experiment, device, as_json, console)
+        elif dry_run:
             _try(experiment, path, as_json, console)
         else:
             _run(experiment, path, resume, as_json, console)
@@ -126,6 +140,19 @@ def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) ->
         typer.echo(estimate_line(found))
     else:
         print_dry_run(found, console)
+
+
+def _plan(experiment: Experiment, device: str, as_json: bool, console: Console) -> None:
+    from prefed.runs.memory_plan import plan_memory
+    from prefed.ui.pages.terminal import plan_line, print_memory_plan
+
+    found = plan_memory(experiment, device)
+    if as_json:
+        print_json(asdict(found))
+    elif console.quiet:
+        typer.echo(plan_line(found))
+    else:
+        print_memory_plan(found, console)
 
 
 def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:

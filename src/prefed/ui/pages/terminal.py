@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from prefed.data.statistics import ClientStatistics, DatasetStatistics, Lengths
     from prefed.runs.dry_run import DryRun
     from prefed.runs.evaluate import Evaluation
+    from prefed.runs.memory_plan import MemoryPlan
 
 
 def print_result(
@@ -290,6 +292,51 @@ def print_dry_run(found: DryRun, console: Console) -> None:
     for text in found.warnings:
         console.print(f"warning: {printable(text)}", style="yellow", markup=False, soft_wrap=True)
     console.print("nothing was written" if found.warnings else "no problems found; nothing was written")
+
+
+_PARTS = {
+    "weights": "weights",
+    "client": "client",
+    "optimizer": "optimiser",
+    "kept": "activations",
+    "passing": "temporary",
+    "total": "total",
+}
+"""Part of :class:`~prefed.runs.memory_plan.StepMemory` → heading."""
+
+
+def print_memory_plan(found: MemoryPlan, console: Console) -> None:
+    """Print the memory of a training step by parts, also with settings that save memory."""
+    rows: list[Row] = []
+    for each in found.variants:
+        cells = [size(each.bytes[part]) for part in _PARTS]
+        rows.append((_saving(each.settings) or "as it is", [*cells, f"{each.most_pairs:,}"]))
+    pairs = pluralize(found.pass_pairs, "pair", "pairs")
+    caption = f"{pairs} of {found.pair_tokens:,} tokens in a pass, {found.dtype}, {found.path} path"
+    console.print(terminal(Table(caption, ["[model]", *_PARTS.values(), "pairs that fit"], rows)))
+    console.print(plan_line(found), markup=False, soft_wrap=True)
+    console.print("estimated without weights or a GPU; nothing was written")
+
+
+def plan_line(found: MemoryPlan) -> str:
+    """The result of a memory plan in one line."""
+    own = found.variants[0]
+    space = f"the {size(found.usable)} of {found.device} that tensors can use"
+    if own.most_pairs:
+        fits = "fits in" if own.fits else "does not fit in"
+        return (
+            f"a step takes {size(own.bytes['total'])}, which {fits} {space}; the largest [engine] max_tokens "
+            f"is {own.max_tokens:,}"
+        )
+    best = next((each for each in found.variants if each.most_pairs), None)
+    if best is None:
+        return f"no pair fits in {space}: lower [data] max_length, or use a larger GPU"
+    settings, most = _saving(best.settings), f"{best.max_tokens:,}"
+    return f"no pair fits in {space}: set [model] {settings}; then the largest [engine] max_tokens is {most}"
+
+
+def _saving(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
 
 
 _COUNTS = {

@@ -1,0 +1,134 @@
+"""The memory plan of a dry run, against real tensors and against sums by hand."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from typer.testing import CliRunner
+
+from finished import small_experiment, small_place
+from prefed.models import ModelConfig, load_causal
+from prefed.runs.memory_plan import FOUR_BITS, PlannedModel
+from prefed.train import packed
+from prefed.train.pair_model import PairModel
+from prefed.ui.cli import app
+from small_models import VOCABULARY, Pair, Pairs, backbone, causal
+
+
+class LongPairs(Pairs):
+    """Three pairs of 40, 25 and 31 tokens."""
+
+    def __init__(self):
+        super().__init__(3)
+        parts = (40, 25, 31)
+        self._pairs = [Pair(*(np.ones(n, np.int32) for n in parts)) for _ in self._pairs]
+        self.lengths = np.array([parts] * 3, np.int32)
+
+
+def planned(fast, dropout, checkpointing, **more):
+    config = {"name": "llama", "dtype": "float32", "fast": fast, "checkpointing": checkpointing, **more}
+    config |= {"lora": {"rank": 3, "alpha": 6.0, "dropout": dropout}}
+    return PlannedModel(
+        causal("llama").config, ModelConfig.model_validate(config), frozenset({"lora"}), LongPairs()
+    )
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_kept_bytes_are_those_of_a_real_step(fast, checkpointing, monkeypatch):
+    """The oracle is autograd: the storages that a real step on the CPU saves for the backward pass. More is
+    kept, derived here: by the head's function the mean of its rows (K x d), the targets' rows (M x d) and the
+    normaliser (K); by recomputed blocks on padded batches their mask (6 x 71 x 71 bools). Both sides use the
+    attention of a GPU in fp32."""
+    monkeypatch.setattr(packed, "_kernel", lambda query: packed._one_by_one)
+    rows = np.arange(3)
+    plan = planned(fast, 0.0, checkpointing)
+    assert plan.packed == fast
+    model = backbone("llama", fast=fast, checkpointing=checkpointing)
+    model.train_only(model.layout.names)
+    pairs = PairModel(model, LongPairs(), max_tokens=1 << 30, fast=fast)
+    given = [*model.causal.parameters(), *model.causal.buffers(), model.flat]
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = pairs.run(rows)
+    for each in given:
+        saved.pop(each.untyped_storage()._cdata, None)
+    kept = sum(storage.nbytes() for storage in saved.values())
+    width, count = 32, 3 * (25 + 31)
+    if fast:
+        kept += 4 * (count - 3) * (width + 1) + 4 * count * width
+    elif checkpointing:
+        kept += 6 * 71**2
+    assert outputs.requires_grad
+    assert plan.step(rows).kept == pytest.approx(kept, rel=0.03)
+
+
+def test_parts_by_hand():
+    """Llama of 2 blocks, width 32, 4 heads of 8 with 2 for keys, feed-forward 48, vocabulary 101, untied.
+    LoRA of rank 3 on the 7 linear modules; AdamW keeps two numbers per trained one."""
+    linear = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48
+    lora = 3 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 48) * 3)
+    whole = 2 * VOCABULARY * 32 + 2 * (linear + 2 * 32) + 32
+    frequencies = 2 * 4 * 4  # rotary, and their original
+    step = planned(True, 0.1, False).step(np.arange(1))
+    assert (step.client, step.optimizer) == (2 * 4 * 2 * lora, 2 * 4 * 2 * lora)
+    assert step.weights == 4 * whole + frequencies
+    four = planned(True, 0.1, False, quantize="nf4").step(np.arange(1))
+    assert four.weights == pytest.approx(step.weights - 2 * linear * (4 - FOUR_BITS), abs=14)
+    assert four.client == step.client
+
+
+@pytest.fixture
+def weightless(tmp_path, monkeypatch):
+    """An experiment whose model folder has no weights, and the size of the weights."""
+    small_place(tmp_path)
+    model = tmp_path / "model"
+    weights = load_causal(ModelConfig(name=str(model), device="cpu"))
+    (model / "model.safetensors").unlink()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exp.toml").write_text(tomli_w.dumps(small_experiment(tmp_path)))
+    return sum(parameter.nbytes for parameter in weights.parameters())
+
+
+def test_the_command(weightless, tmp_path, monkeypatch):
+    """The model's weights are absent, and their size is right. Memory grows with the pairs in a pass, so the
+    largest number that fits is where the total reaches nine tenths of the device."""
+    monkeypatch.setenv("COLUMNS", "200")
+    before = sorted(tmp_path.rglob("*"))
+    run = ["run", "exp.toml", "--dry-run", "--device"]
+    result = CliRunner().invoke(app, [*run, "cuda:0.01GB", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["usable"], found["path"], found["pass_pairs"]) == (9_000_000, "packed", 4)
+    own = found["variants"][0]
+    assert own["bytes"]["weights"] == weightless
+    assert own["bytes"]["total"] == sum(v for k, v in own["bytes"].items() if k != "total") < 9_000_000
+    assert own["fits"]
+    assert [each["settings"] for each in found["variants"]] == [
+        {}, {"checkpointing": True}, {"quantize": "nf4"}, {"quantize": "nf4", "checkpointing": True},
+    ]  # fmt: skip
+    assert own["max_tokens"] == own["most_pairs"] * found["pair_tokens"]
+    each = (9_000_000 - own["bytes"]["total"]) / (own["most_pairs"] - 4)
+    assert 0.5 * own["bytes"]["kept"] / 4 < each < 3 * own["bytes"]["kept"] / 4
+    shown = CliRunner().invoke(app, [*run, "cuda:0.01GB"]).stdout.splitlines()
+    assert f"the largest [engine] max_tokens is {own['max_tokens']:,}" in shown[-2]
+    assert shown[-1] == "estimated without weights or a GPU; nothing was written"
+    result = CliRunner().invoke(app, [*run, "cuda:0.0001GB", "--quiet"])
+    assert result.stdout.startswith("no pair fits in the 90.0 kB of cuda:0.0001GB that tensors can use: ")
+    assert sorted(tmp_path.rglob("*")) == before
+    shutil.rmtree(tmp_path / "model")
+    for words, message in (
+        ([*run, "cpu"], "give a GPU with its memory, such as cuda:80GB"),
+        (["run", "exp.toml", "--device", "cuda:80GB"], "--device requires --dry-run"),
+    ):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code
+        assert message in result.output.replace("\n", " ")
