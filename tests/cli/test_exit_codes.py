@@ -17,6 +17,7 @@ COMMANDS = {
     "init": (["init", "feddpo", "--out", "."], "prefed.config.method_kind"),
     "new": (["new", "method", "file"], "prefed.ui.cli.new._check_name"),
     "data": (["data", "none.toml"], "prefed.config.experiment_table.load_cell"),
+    "doctor": (["doctor", "none.toml"], "prefed.config.file.read_toml"),
     "evaluate": (["evaluate", "none"], "prefed.runs.loaded_run.load_run"),
     "compare": (["compare", "none", "other"], "prefed.runs.finished_run.read_run"),
     "push": (["push", "none", "ann/none"], "prefed.runs.export.check_target"),

@@ -216,12 +216,21 @@ def check_dtype(config: ModelConfig, device: torch.device) -> None:
         )
 
 
-def _four_bits(quantize: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the options of ``from_pretrained`` for 4-bit weights."""
+def check_quantized(quantize: str) -> None:
+    """Check that the package for 4-bit weights is installed.
+
+    Raises:
+        ModelError: it is not.
+    """
     if find_spec("bitsandbytes") is None:
         raise ModelError(
             f"[model] quantize = {quantize!r} requires bitsandbytes: pip install 'prefed[quantized]'"
         )
+
+
+def _four_bits(quantize: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return the options of ``from_pretrained`` for 4-bit weights."""
+    check_quantized(quantize)
     from transformers import BitsAndBytesConfig
 
     scheme = BitsAndBytesConfig(

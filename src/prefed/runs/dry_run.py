@@ -267,7 +267,7 @@ def dry_run(experiment: Experiment, out: Path) -> DryRun:
 
         usable(experiment.track)
     experiment = with_threads(fitted(experiment), None)
-    place = _place(out)
+    place = existing_parent(out)
     with TemporaryDirectory(prefix="prefed-dry-run-") as name:
         cache = Path(name) / "cache"
         job = build_job(experiment, cache)
@@ -278,8 +278,12 @@ def dry_run(experiment: Experiment, out: Path) -> DryRun:
         return _tried(experiment, job, cache, place)
 
 
-def _place(out: Path) -> Path:
-    """Return the nearest existing folder in which the run directory would be created."""
+def existing_parent(out: Path) -> Path:
+    """Return the nearest existing folder in which the run directory would be created.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         why = "not a folder" if not place.is_dir() else "not writable"

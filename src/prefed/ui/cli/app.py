@@ -10,6 +10,7 @@ import typer
 from prefed.ui.cli.calculators import privacy, theory
 from prefed.ui.cli.collect import collect
 from prefed.ui.cli.demo import demo
+from prefed.ui.cli.doctor import doctor
 from prefed.ui.cli.errors import user_errors
 from prefed.ui.cli.federation import ends_at_once, federate, federation, peer, site
 from prefed.ui.cli.log import Log, log_format
@@ -39,6 +40,7 @@ for _command in (
     new,
     methods,
     data,
+    doctor,
     demo,
     evaluate,
     compare,

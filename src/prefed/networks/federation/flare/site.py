@@ -32,7 +32,7 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
         StoreError: another process uses the site's state folder.
     """
     kit = Path(config.kit)
-    hub = _check_kit(kit, config)
+    hub = check_kit(kit, config)
     check_places(config)
     site, pause, watch = Site(config, tell), 1.0, _Watch(hub, kit, tell)
     process: FlareProcess | None = None
@@ -108,7 +108,7 @@ def _answers(hub: str) -> bool:
         return False
 
 
-def _check_kit(kit: Path, config: SiteConfig) -> str:
+def check_kit(kit: Path, config: SiteConfig) -> str:
     """Check that a kit belongs to this site; return the hub's address."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID

@@ -1,0 +1,160 @@
+"""``prefed doctor``: what is missing for an experiment, in one screen, and whether anything is."""
+
+import json
+import os
+import socket
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from typer.testing import CliRunner
+
+from prefed.networks.federation import environment as federation
+from prefed.networks.federation.transport import FederationError
+from prefed.runs import environment
+from prefed.ui.cli import app
+
+FILE = """
+[data]
+train = "pairs.jsonl"
+partition = {by = "column", column = "worker"}
+[model]
+name = "model"
+[method]
+name = "feddpo"
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """An experiment with its pairs and a model of 3,000 bytes; nothing of them is ever read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exp.toml").write_text(FILE)
+    (tmp_path / "pairs.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_bytes(bytes(3000))
+    return tmp_path
+
+
+def seen(*words):
+    """The exit code, and each check → whether something is missing, and the text."""
+    result = CliRunner().invoke(app, ["doctor", *words, "--json"])
+    assert isinstance(result.exception, SystemExit) or result.exception is None, repr(result.exception)
+    return result.exit_code, {f["what"]: (f["missing"], f["text"]) for f in json.loads(result.stdout)}
+
+
+def test_nothing_is_missing(place):
+    code, found = seen("exp.toml")
+    assert code == 0
+    assert found["model.name"] == (False, f"{place / 'model'}, 3.0 kB")
+    assert found["data.train.path"] == (False, str(place / "pairs.jsonl"))
+    assert list(found)[:5] == ["packages", "extras", "devices", "disk", "clock"]
+    assert seen()[0] == 0
+    assert not (place / "runs").exists()
+
+
+def test_everything_that_is_missing_is_named_at_once(place, monkeypatch):
+    """The same messages as of the run, which would stop at the first one; the last line counts them."""
+    monkeypatch.setattr("prefed.engines.backends.find_spec", lambda name: None)
+    (place / "pairs.jsonl").unlink()
+    words = ["exp.toml", "--set", "engine.name=ray", "--set", "model.name=nobody/none"]
+    words += ["--set", "model.dtype=float16", "--set", "model.device=cpu"]
+    words += ["--set", "method.objective=ppo", "--set", "method.reward_model=no/judge"]
+    code, found = seen(*words)
+    assert code == 1
+    expected = {
+        "[engine]": "pip install 'prefed[ray]'",
+        "[model] device": "dtype = 'float16' requires a GPU",
+        "model.name": "hf download nobody/none",
+        "method.reward_model": "hf download no/judge",
+        "data.train.path": "pairs.jsonl: no such file",
+    }
+    assert {what for what, (missing, _) in found.items() if missing} == expected.keys()
+    assert all(text in found[what][1] for what, text in expected.items())
+    lines = CliRunner().invoke(app, ["doctor", *words]).stdout.splitlines()
+    assert lines[-1] == f"5 of {len(found)} checks failed"
+    assert sum(line.startswith("missing") for line in lines) == 5
+
+
+def test_a_full_disk_and_a_slow_clock(place, monkeypatch):
+    """2,999 bytes are free, one too few for a copy of the model; the file is of tomorrow."""
+    usage = environment.shutil.disk_usage(place)
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage._replace(free=2999))
+    tomorrow = time.time() + 86400
+    os.utime(place / "exp.toml", (tomorrow, tomorrow))
+    code, found = seen("exp.toml")
+    assert code == 1
+    assert {what for what, (missing, _) in found.items() if missing} == {"model.name", "clock"}
+    assert "free some space" in found["model.name"][1]
+    assert "exp.toml was written: set the clock" in found["clock"][1]
+
+
+def test_a_folder_that_cannot_be_written(place):
+    (place / "taken").touch()
+    code, found = seen("exp.toml", "--out", "taken/run")
+    assert code == 1
+    assert "taken is not a folder; choose another --out" in found["disk"][1]
+
+
+def test_extras_are_those_of_the_metadata(monkeypatch):
+    """``both`` joins two extras, of which one needs a package that is not here, or another version."""
+    lines = ['numpy; extra == "a"', 'nothing-of-this-name; extra == "b"', 'numpy<1; extra == "c"']
+    monkeypatch.setattr(
+        environment, "requires", lambda name: ["torch", *lines, 'prefed[a,b]; extra == "both"']
+    )
+    assert [environment._is_here(name) for name in ("a", "b", "c", "both")] == [True, False, False, False]
+
+
+def test_a_site_needs_its_kit_and_its_model(place, monkeypatch):
+    """Its pairs are here, its kit is not; so has no hub's folder. Without FLARE, that is all."""
+    (place / "site.toml").write_text(
+        'federation = "wards"\nname = "north"\n[data]\ntrain = "pairs.jsonl"\n[model]\nname = "./none"\n'
+    )
+    monkeypatch.setattr(federation, "check_installed", lambda: None)
+    code, found = seen("site.toml")
+    assert code == 1
+    assert {what for what, (missing, _) in found.items() if missing} == {"kit", "data and model"}
+    assert "is not a valid site kit" in found["kit"][1]
+    assert "no such folder" in found["data and model"][1]
+    assert "does not contain the hub's kit" in seen("--hub", "wards/hub")[1]["kit"][1]
+
+    def absent():
+        raise FederationError("a federation needs the package nvflare")
+
+    monkeypatch.setattr(federation, "check_installed", absent)
+    assert list(seen("site.toml")[1])[-1] == "nvflare"
+
+
+def test_a_hub_needs_its_port(place):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(FederationError, match=f"{port} cannot be used .Address already in use.: stop"):
+            federation._free(port)
+        assert federation._reached("localhost", port) == f"localhost:{port} is open"
+    assert federation._free(port) == f"{port} is free"
+    assert "nothing listens" in federation._reached("localhost", port)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "words"),
+    [(1, 2, "set this machine's clock"), (-2, -1, "expired on .*federation init"), (-1, 1, None)],
+)
+def test_certificates_have_dates(place, first, last, words):
+    """Days from now between which one is valid."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    key, name, now = ec.generate_private_key(ec.SECP256R1()), x509.Name([]), datetime.now(UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    made = made.not_valid_before(now + timedelta(first)).not_valid_after(now + timedelta(last))
+    pem = made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    (place / "client.crt").write_bytes(pem)
+    if words is None:
+        assert federation._dates(place / "client.crt") == f"valid until {now + timedelta(last):%Y-%m-%d}"
+        return
+    with pytest.raises(FederationError, match=words):
+        federation._dates(place / "client.crt")
