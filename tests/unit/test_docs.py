@@ -434,3 +434,16 @@ def test_the_worked_loss_works() -> None:
     losses, _ = entries[0](PairBatch(one, one, zero, one, zero, zero), {"beta": 0.5})
     assert entries[0].name == "squared_hinge"
     assert losses.tolist() == [0.25]
+
+
+def test_a_version_is_cited_and_its_run_directory_frozen() -> None:
+    """The version of the package, that of the citation, and a run that later versions must open."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert (ROOT / "tests/frozen" / version / "run/summary.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["SECURITY.md", "GOVERNANCE.md", "CODE_OF_CONDUCT.md"])
+def test_links_of_the_pages_next_to_the_readme_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text())
+    assert all((ROOT / link).exists() for link in links), links
