@@ -120,6 +120,21 @@ def test_what_exceeds_the_models_context_is_cut_or_left_out(alignment, selectors
     assert tokens.rows.tolist() == [2]
 
 
+def test_labels_by_minimum(alignment):
+    """The first response if min s + max s is positive, with the scores that were written."""
+    align(replace(alignment, config=alignment.config.model_copy(update={"labels": "minimum", "epochs": 1})))
+    made = rows(alignment.folder, "completions.jsonl")
+    texts = {(row["index"], row["sample"]): row["completion"] for row in made}
+    expected = []
+    for row in rows(alignment.folder, "scores.jsonl"):
+        one, other = (texts[row["index"], sample] for sample in row["samples"])
+        first = min(row["scores"]) + max(row["scores"]) > 0
+        expected.append((one, other) if first else (other, one))
+    labels = rows(alignment.folder, "labels.jsonl")
+    assert [(row["chosen"], row["rejected"]) for row in labels] == expected
+    assert any(row["votes"][0] < row["votes"][1] for row in labels)
+
+
 def test_one_selector_labels_alone(alignment, selectors):
     align(replace(alignment, config=alignment.config.model_copy(update={"labels": 1, "epochs": 1})))
     for row in rows(alignment.folder, "labels.jsonl"):
@@ -234,9 +249,8 @@ def test_a_table_with_overrides(place):
         align_settings({"prompts": "x"}, ["align.tempreture=1"], place)
     with pytest.raises(ConfigError, match="--prompts FILE"):
         align_settings(None, [], place)
-    with pytest.raises(
-        ConfigError, match=r"labels must be majority, a selector's number from 0, or judge:NAME"
-    ):
+    known = "majority, mean, minimum, adaptive, a selector's number from 0, or judge:NAME"
+    with pytest.raises(ConfigError, match=f"labels must be {known}"):
         align_settings({"prompts": "x", "labels": "most"}, [], place)
     with pytest.raises(ConfigError, match="objective 'sft' cannot train on labelled pairs; choose from: "):
         align_settings({"prompts": "x", "objective": "sft"}, [], place)

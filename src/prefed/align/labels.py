@@ -5,6 +5,7 @@ For a policy that takes tastes, they use the taste drawn for the prompt.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prefed.align import completions
 from prefed.align.alignment import Alignment, Scorer
@@ -109,6 +111,40 @@ def _judge(
         alignment.callback.on_stage_step(name, number, len(batches), {})
 
 
+def leads(scores: NDArray[np.float64], rule: str) -> NDArray[np.float64]:
+    """Return for each pair which response is chosen: above 0 the first, below 0 the second, 0 neither.
+
+    The clients of a selector are a group. The rules except ``majority`` weigh the groups, as MaxMin-RLHF
+    does for groups of annotators (Chakraborty et al. 2024, arXiv:2402.08925). A group gains 2 P − 1 from a
+    label, where P is the probability that it prefers the chosen response.
+
+    Args:
+        scores: ``[U, n]`` log-odds by U selectors that the first response is better.
+        rule: ``majority``; ``mean``, of the log-odds; ``minimum``, for each pair the response that the group
+            most against it opposes least; ``adaptive``, Hedge over the pairs in their order: a group's weight
+            is exp(−η times its gains so far), so that the mean gain of the worst group comes within
+            η = √(2 ln U / n) of the largest possible one.
+
+    >>> scores = np.array([[1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5], [-1.2, -1.2, -1.2, -1.2]])
+    >>> [np.sign(leads(scores, rule)).tolist() for rule in ("majority", "mean", "minimum")]
+    [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, -1.0, -1.0]]
+    >>> np.sign(leads(scores, "adaptive")).tolist()
+    [1.0, -1.0, 1.0, -1.0]
+    """
+    if rule == "mean":
+        return np.asarray(scores.mean(0))
+    if rule == "minimum":
+        return np.asarray(scores.min(0) + scores.max(0))
+    if rule != "adaptive":
+        return majority(scores)
+    groups, pairs = scores.shape
+    rate, gained, result = math.sqrt(2 * math.log(groups) / max(pairs, 1)), np.zeros(groups), np.zeros(pairs)
+    for pair, gain in enumerate(np.tanh(scores.T / 2)):
+        result[pair] = np.exp(-rate * (gained - gained.min())) @ gain
+        gained += np.sign(result[pair]) * gain
+    return result
+
+
 def _labels(
     alignment: Alignment,
     generation: Generation,
@@ -116,12 +152,12 @@ def _labels(
     pairs: list[Candidates],
     counts: dict[str, int],
 ) -> Iterator[dict[str, Any]]:
-    for pair, row in zip(pairs, rows_in(generation.path(alignment, SCORES)), strict=True):
-        scores = row["scores"]
-        if scores is None:
-            counts[_not_judged(alignment)] += 1
-            continue
-        sign = int(np.sign(majority(np.array(scores)[:, None])[0]))
+    rows = [row["scores"] for row in rows_in(generation.path(alignment, SCORES))]
+    judged = [(pair, scores) for pair, scores in zip(pairs, rows, strict=True) if scores is not None]
+    counts[_not_judged(alignment)] += len(pairs) - len(judged)
+    table = np.array([scores for _, scores in judged], np.float64)
+    lead = leads(table.T, str(alignment.config.labels)) if judged else np.zeros(0)
+    for (pair, scores), sign in zip(judged, np.sign(lead).astype(int).tolist(), strict=True):
         if sign == 0:
             counts["ties"] += 1
             continue

@@ -24,6 +24,10 @@ def _needs_only_pairs(loss: PairLoss) -> bool:
 POLICY_OBJECTIVES = tuple(name for name, loss in OBJECTIVES.builtin.items() if _needs_only_pairs(loss))
 
 
+LABELLERS = ("majority", "mean", "minimum", "adaptive")
+"""How all selectors label together; see :func:`prefed.align.labels.leads`."""
+
+
 class AlignConfig(StrictModel):
     """Alignment of the server's model on unlabelled prompts.
 
@@ -63,8 +67,9 @@ class AlignConfig(StrictModel):
     generate: int = Field(16, ge=1, description="completions per batch, for prompts of equal length")
     labels: int | str = Field(
         "majority",
-        description="the labeller: the majority of all selectors, one selector by its number, or "
-        "judge:NAME, a judge of `prefed judge` instead of the selectors, e.g. judge:reward:FOLDER",
+        description="the labeller: all selectors, by majority, mean, minimum or adaptive weights; one "
+        "selector by its number; or judge:NAME, a judge of `prefed judge` instead of the selectors, e.g. "
+        "judge:reward:FOLDER",
     )
     taste: str | None = Field(
         None,
@@ -127,8 +132,10 @@ class AlignConfig(StrictModel):
     @model_validator(mode="after")
     def _consistent(self) -> AlignConfig:
         number = isinstance(self.labels, int) and self.labels >= 0
-        if not number and self.labels != "majority" and not self.judge:
-            raise ValueError("labels must be majority, a selector's number from 0, or judge:NAME")
+        if not number and self.labels not in LABELLERS and not self.judge:
+            raise ValueError(
+                f"labels must be {', '.join(LABELLERS)}, a selector's number from 0, or judge:NAME"
+            )
         if self.taste is not None and self.judge is not None:
             raise ValueError(f"taste requires selectors, but labels = {self.labels!r}: remove one of them")
         if self.tastes is not None and (self.judge is not None or self.taste is not None):
