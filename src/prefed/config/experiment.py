@@ -168,10 +168,23 @@ class Experiment(StrictModel):
         return "variational" in self.method.kind.needs(self.method.settings)
 
     @model_validator(mode="after")
+    def _ranks(self) -> Experiment:
+        most = self.model.lora.rank
+        for client, rank in self.merge.ranks.items():
+            if rank > most:
+                raise ValueError(
+                    f"[merge] ranks: {client!r} has rank {rank}, above that of [model.lora], {most}: raise "
+                    "the latter"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _every_weight(self) -> Experiment:
         """Check that nothing requires a LoRA or a frozen model if ``train = "full"``."""
         if self.model.train != "full":
             return self
+        if self.merge.ranks:
+            raise ValueError("[merge] ranks are those of a LoRA, but [model] has train = 'full': remove them")
         if self.merge.lora != "fedit":
             raise ValueError(
                 f"[merge] lora = {self.merge.lora!r} applies to the factors of a LoRA, but with [model] "
@@ -223,6 +236,8 @@ class Experiment(StrictModel):
             )
         if graph is None:
             return self
+        if self.merge.ranks:
+            raise ValueError("[merge] ranks needs a server, which pads with zeros: remove it")
         if self.cohort != CohortConfig():
             raise ValueError(
                 "[cohort] needs a server: without one, all clients train in every round: remove it"
@@ -368,6 +383,8 @@ def needs_single_uploads(experiment: Experiment) -> Iterator[str]:
         yield f"{_SINGLE[name]}, but only the mean of all uploads is available"
     if merge.rule != "mean":
         yield f"[merge] rule = {merge.rule!r} needs individual uploads: use rule 'mean'"
+    if merge.ranks:
+        yield "[merge] ranks gives uploads different shapes, which have no mean: remove it"
     if merge.by_loss:
         yield f"[merge] weights = {merge.weights!r} needs each client's loss: use 'samples' or 'uniform'"
     if merge.lora in ("fedex", "flexlora"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -134,6 +134,11 @@ class MergeConfig(StrictModel):
         "fedsa keeps B on the client; fedex adds the error of averaging to the base; flexlora factors the "
         "mean product",
     )
+    ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        {},
+        description="client → rank of its LoRA, if it is below that of [model.lora]; the server pads its "
+        "uploads with zeros",
+    )
     optimizer: ServerOptimizer = Field(
         ServerOptimizer(), description="server optimiser, applied to the merged model"
     )
@@ -181,6 +186,11 @@ class MergeConfig(StrictModel):
             raise ValueError(
                 f"weights {self.weights!r} cannot be combined with rule {self.rule!r}, which drops clients "
                 "or weights; use rule mean or norm_clip"
+            )
+        if self.ranks and self.lora == "ffa":
+            raise ValueError(
+                "ranks cannot be combined with lora 'ffa', whose frozen A has the rank of the model; use "
+                "another lora"
             )
         if self.lora in ("fedex", "flexlora"):
             if self.kind.replaces_mean:

@@ -157,10 +157,14 @@ def check_length(
 
 
 def update_norm(tensors: Tensors, origin: Tensors | None = None) -> float:
-    """Return the Euclidean norm of the step from ``origin`` (zeros if missing) to ``tensors``."""
+    """Return the Euclidean norm of the step from ``origin`` to ``tensors``.
+
+    A tensor that ``origin`` lacks, or has with another shape, counts as a step from zero.
+    """
     start = Tensors.zeros(tensors.layout, tensors.flat.dtype)
     if origin is not None:
-        start = start.replace(origin.select(name for name in tensors if name in origin))
+        alike = [n for n in tensors if n in origin and origin[n].shape == tensors[n].shape]
+        start = start.replace(origin.select(alike))
     # A step that overflows, which those of honest clients do not, has infinite length.
     return float(torch.linalg.vector_norm(tensors.flat - start.flat, dtype=torch.float64))
 

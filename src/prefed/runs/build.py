@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import allow_code, code_names, parse_toml
 from prefed.core import Key, Owner, files, plugins
 from prefed.core.strict_settings import flatten
-from prefed.core.text import timed
+from prefed.core.text import did_you_mean, timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
 from prefed.data.tokens import thumbs
 from prefed.engines import JobFactory, backend_name
@@ -25,7 +25,7 @@ from prefed.engines.stopping import Stopping
 from prefed.merge import Aggregator, TooFewUploads
 from prefed.merge.rules import check_upload_count
 from prefed.methods import TrainingSettings, to_neighbours
-from prefed.methods.base import ClusterSettings
+from prefed.methods.base import ClusterSettings, with_ranks
 from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
 from prefed.models.pretrained import with_dtype
@@ -92,6 +92,7 @@ def build_job(experiment: Experiment, folder: Path) -> Job:
     """
     files.private_folder(folder)
     dataset = build_data(experiment, folder / "data")
+    _check_ranks(experiment, dataset.clients)
     job = assemble_job(experiment, build_trainers(experiment, dataset, reference_folder(experiment, folder)))
     warn_of_like_selectors(experiment, job)
     return job
@@ -172,6 +173,8 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     graph = experiment.whole_graph
     if graph is not None and method.exchanges[0].to != "neighbours":
         method = to_neighbours(method, settings, experiment.merge)
+    if ranks := experiment.merge.ranks:
+        method = with_ranks(method, ranks, backbone.layout)
     unseen = unseen_clients(experiment, trainers.dataset)
     try:
         job = Job(
@@ -204,6 +207,13 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
         raise config_error(error) from error
     _check_cohort(experiment, job)
     return job
+
+
+def _check_ranks(experiment: Experiment, clients: Collection[str]) -> None:
+    """Check that ``[merge] ranks`` names clients of the experiment."""
+    if unknown := sorted(experiment.merge.ranks.keys() - set(clients)):
+        hint = did_you_mean(unknown[0], clients)
+        raise ConfigError(f"[merge] ranks: no client is called {unknown[0]!r}{hint}")
 
 
 def _diagnostics(experiment: Experiment) -> Diagnostics | None:

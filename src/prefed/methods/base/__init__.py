@@ -1,6 +1,7 @@
 """Building blocks of methods: the steps of a FedAvg round, settings, learning-rate schedules, selectors."""
 
 from prefed.methods.base.fedavg import FedAvgBase, to_neighbours
+from prefed.methods.base.ranks import with_ranks
 from prefed.methods.base.selector import Selectors
 from prefed.methods.base.settings import (
     VALUE,
@@ -27,4 +28,5 @@ __all__ = [
     "TwoPhaseSettings",
     "lora_parts",
     "to_neighbours",
+    "with_ranks",
 ]

@@ -1,0 +1,117 @@
+"""Clients with LoRA ranks of their own, against models of these ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.small_models import Pairs, backbone
+
+from prefed.core import Key, Method, Round, State, Tensors, Upload
+from prefed.engines.aggregation import aggregate
+from prefed.engines.validation import validate_upload
+from prefed.merge import Aggregator, MergeConfig
+from prefed.methods import METHODS
+from prefed.methods.base import with_ranks
+from prefed.models import Backbone
+from prefed.testing import Problem
+from prefed.train import ClientPairTrainer, PairTrainer
+
+PAIRS, SIZES = Pairs(4), {"low": 3.0, "high": 1.0}
+ROWS = {"low": np.arange(3), "high": np.arange(3, 4)}
+SETTINGS = {"lr": 0.01, "batch_size": 6, "local_steps": 1}
+
+
+def build(model: Backbone, name: str = "feddpo", rule: str = "fedit", **settings: object) -> Method:
+    aggregator = Aggregator(MergeConfig(lora=rule), model.layout, 2.0)
+    return METHODS[name].build(METHODS[name].Settings(**SETTINGS, **settings), model.layout, aggregator, 2)
+
+
+def visit(
+    trainer: PairTrainer, method: Method, client: str, private: State, server: State, number: int
+) -> tuple[Upload, State]:
+    now = Round(number, 2, Key(0), SIZES)
+    rows = ROWS[client]
+    at = ClientPairTrainer(rows, Key(number), method.ownership, trainer, client, rows[:0], now)
+    (exchange,) = method.exchanges
+    upload, after = exchange.work(at, private, exchange.send(server, client, now))
+    assert validate_upload(upload, client, exchange, method.ownership, trainer.backbone.initial, now) == ""
+    return upload, after
+
+
+@pytest.mark.parametrize("name", ["feddpo", "ditto"])
+def test_a_client_of_rank_1_trains_as_a_model_of_rank_1(name):
+    """The same visits on a backbone of rank 1 (s = 2 in both), whose A is the first row: AdamW's steps are
+    the same. The server's mean has zeros for the rest: B = (3 [b, 0, 0] + B_high) / 4."""
+    full, narrow = backbone(rank=3), backbone(rank=1)
+    method, lone = build(full, name), build(narrow, name)
+    low = with_ranks(method, {"low": 1}, full.layout)
+    trainer, twin = PairTrainer(full, PAIRS), PairTrainer(narrow, PAIRS)
+    server = low.init_server(full.initial)
+    private = {client: low.init_client(full.initial, client) for client in ROWS}
+    own = lone.init_client(narrow.initial, "low")
+    for number in (1, 2):
+        first = {
+            entry.name: server.tensors["model"][entry.name][tuple(map(slice, entry.shape))]
+            for entry in narrow.layout.entries
+        }
+        received = State({"model": Tensors.gather(narrow.layout, first)})
+        sent, own = visit(twin, lone, "low", own, received, number)
+        uploads = {}
+        for client in ROWS:
+            uploads[client], private[client] = visit(trainer, low, client, private[client], server, number)
+        for entry in narrow.layout.entries:
+            ours = uploads["low"].tensors["model"][entry.name]
+            assert ours.shape == entry.shape
+            torch.testing.assert_close(ours, sent.tensors["model"][entry.name], rtol=1e-4, atol=1e-6)
+        now = Round(number, 2, Key(0), SIZES)
+        merged = aggregate(server, [*uploads.values()], low.exchanges[0], now)
+        assert not merged.dropped
+        server = merged.server
+        for entry in full.layout.entries:
+            padded = torch.zeros(entry.shape)
+            part = sent.tensors["model"][entry.name]
+            padded[tuple(map(slice, part.shape))] = part
+            expected = (3 * padded + uploads["high"].tensors["model"][entry.name]) / 4
+            torch.testing.assert_close(server.tensors["model"][entry.name], expected, rtol=1e-4, atol=1e-6)
+    now = Round(2, 2, Key(0), SIZES)
+    at = ClientPairTrainer(ROWS["low"], Key(2), low.ownership, trainer, "low", ROWS["low"][:0], now)
+    model = low.predict(at, private["low"], low.publish(server, "low"))
+    for name, value in model.items():
+        rest = value[1:] if full.layout[name].factor == "A" else value[:, 1:]
+        assert not rest.any()
+    high = low.predict(replace(at, client="high"), private["high"], low.publish(server, "high"))
+    assert any(high[name][:, 1:].any() for name in high if name.endswith("/B"))
+
+
+def test_full_ranks_change_nothing_and_personal_factors_are_low_too():
+    """Bit for bit with ranks of 2, which the model has. With rank 1 only the first row of FedPer's personal A
+    and column of its B is not 0, and messages have half the LoRA."""
+    problem = Problem(METHODS["fedper"], {"shared_layers": 1, "personal_head": False})
+    layout = problem.initial.layout
+    same = replace(problem, change=lambda method: with_ranks(method, {"client-0": 2}, layout))
+    plain, run = problem.run(), same.run()
+    assert run.server.tensors["model"].equal(plain.server.tensors["model"])
+    for client, state in run.private.items():
+        assert state.tensors["personal"].equal(plain.private[client].tensors["personal"])
+    low = replace(problem, change=lambda method: with_ranks(method, {"client-0": 1}, layout))
+    own = low.build().init_client(problem.initial, "client-0").tensors["personal"]
+    assert own["lora/1/q/A"][0].any()
+    assert not own["lora/1/q/A"][1].any()
+    sizes = {upload.client: upload.tensors["model"].flat.numel() for upload in low.run().uploads}
+    assert sizes == {"client-0": 5, "client-1": 10, "client-2": 10}
+
+
+def test_a_wild_upload_of_low_rank_is_found():
+    """Among uploads of other shapes, the one that makes the mean infinite is dropped."""
+    full = backbone(rank=3)
+    method = with_ranks(build(full), {"low": 1}, full.layout)
+    server, now = method.init_server(full.initial), Round(1, 2, Key(0), SIZES | {"other": 1.0})
+    (exchange,) = method.exchanges
+    sent = {client: exchange.send(server, client, now).tensors for client in now.weights}
+    sent["low"] = {"model": sent["low"]["model"] * 1e30 * 1e30}
+    uploads = [Upload(client, now.weights[client], sent[client], {"loss": 1.0}, 1) for client in sent]
+    merged = aggregate(server, uploads, exchange, now)
+    assert [client for client, _ in merged.dropped] == ["low"]
