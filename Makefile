@@ -6,6 +6,7 @@
 #
 #   make lint      ruff and mypy alone          make docs    the documentation, into site/
 #   make format    let ruff rewrite the code    make bench   the programs behind docs/results.md
+#   make dist      wheel and sdist into dist/   make lock    lock.txt, after a change of constraints.txt
 #   make clean     remove what was built
 #
 # Settings, e.g. `make install PYTHON=python3.12 TORCH=torch`:
@@ -23,7 +24,7 @@ BIN  := $(VENV)/bin
 PIP   = $(BIN)/python -m pip --disable-pip-version-check
 WITH  = $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help install demo test lint format docs bench clean
+.PHONY: help install demo test lint format docs bench dist lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +42,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.documented: $(VENV)/.installed
 	$(PIP) install --quiet $(WITH) --editable ".[docs]"
+	@touch $@
+
+$(VENV)/.released: $(VENV)/.installed
+	$(PIP) install --quiet $(WITH) --editable ".[release]"
 	@touch $@
 
 # One thread a process here and below: threads that wait for each other on busy cores cost many times what they save.
@@ -67,6 +72,12 @@ bench: install
 	@for program in $(filter-out $(addprefix benchmarks/,common.py attacked.py greedy_hub.py zoo.py models_page.py wards.py watched_site.py federation_faults.py),$(wildcard benchmarks/*.py)); do \
 	    echo "== $$program"; $(BIN)/python $$program || exit 1; \
 	done
+
+dist: $(VENV)/.released
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/dist.sh
+
+lock: $(VENV)/.released
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/lock.sh
 
 clean:
 	rm -rf site dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -174,3 +174,23 @@ def test_a_plot_needs_matplotlib(monkeypatch, tmp_path) -> None:
     assert result.exit_code == 1
     assert "a.png: a plot needs the package matplotlib: pip install 'prefed[plots]'" in result.stderr
     assert result.stdout == ""
+
+
+def test_the_lock_holds_the_tested_versions() -> None:
+    """Every package of ``prefed[all]`` is in lock.txt with hashes, at the version of constraints.txt; PyTorch,
+    and the CUDA libraries that only its Linux build requires, are not.
+    """
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    entries = re.split(r"\n(?=\S)", (ROOT / "lock.txt").read_text("utf-8").strip())
+    locked = {}
+    for entry in entries:
+        requirement = re.match(r"([\w.-]+)==(\S+)", entry)
+        assert requirement is not None
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), requirement[1]
+        locked[requirement[1]] = requirement[2]
+    needed = {name_of(requirement) for requirement in PROJECT["dependencies"]} | packages("all")
+    assert {name: locked.get(name) for name in needed - {"torch"}} == {
+        name: pins[name] for name in needed - {"torch"}
+    }
+    assert {name for name in locked if name in pins and locked[name] != pins[name]} == set()
+    assert {name for name in locked if re.match("torch$|triton$|nvidia-|cuda-", name)} == set()
