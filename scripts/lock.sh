@@ -11,7 +11,7 @@ sed -n 's/^TORCH *?= *//p' Makefile >"$torch"
 
 compile() {
     uv pip compile pyproject.toml --extra all --constraint constraints.txt --constraint "$torch" --quiet \
-        --prerelease disallow --universal --python-version 3.11 --no-header --no-annotate "$@"
+        --universal --python-version 3.11 --no-header --no-annotate "$@"
 }
 
 set -- --generate-hashes --output-file lock.txt
