@@ -177,8 +177,8 @@ def test_a_plot_needs_matplotlib(monkeypatch, tmp_path) -> None:
 
 
 def test_the_lock_holds_the_tested_versions() -> None:
-    """Every package of ``prefed[all]`` is in lock.txt with hashes, at its version in constraints.txt; PyTorch,
-    and the CUDA libraries that only its Linux build requires, are not.
+    """Every package of ``prefed[all]`` is in lock.txt with hashes, at its version in constraints.txt. PyTorch
+    is not, nor are the CUDA libraries that only its Linux build requires.
     """
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
     entries = re.split(r"\n(?=\S)", (ROOT / "lock.txt").read_text("utf-8").strip())
