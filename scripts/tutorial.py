@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""The outputs that the tutorial shows: runs its cells in a kernel of their own and writes what they print.
+"""The outputs that notebooks show: runs their cells, each in a kernel of its own, and writes what they print.
 
-python scripts/tutorial.py          # docs/tutorial.ipynb
+python scripts/tutorial.py                            # docs/tutorial.ipynb
+python scripts/tutorial.py docs/examples/*.ipynb      # several, in one folder, whose files they share
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,10 @@ def execute(notebook: Path, folder: Path) -> Any:
 
 
 def main() -> None:
-    """Write the outputs into the notebook."""
+    """Write the outputs into the notebooks."""
     with tempfile.TemporaryDirectory() as folder:
-        book = execute(TUTORIAL, Path(folder))
-    nbformat.write(book, TUTORIAL)
+        for notebook in map(Path, sys.argv[1:] or [TUTORIAL]):
+            nbformat.write(execute(notebook, Path(folder)), notebook)
 
 
 if __name__ == "__main__":
