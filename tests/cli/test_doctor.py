@@ -76,6 +76,19 @@ def test_everything_that_is_missing_is_named_at_once(place, monkeypatch):
     assert sum(line.startswith("missing") for line in lines) == 5
 
 
+def test_a_name_in_the_file_forges_no_line(place):
+    """Of a path that is no name on the hub either: line breaks become spaces, and other control characters
+    are shown as escapes, so the screen has a line for each check."""
+    name = "./x\x1b[2J\nok  model.name"
+    words = ["exp.toml", "--set", f"model.name={json.dumps(name)}"]
+    absent = "./x\x1b[2J ok  model.name: no such folder; correct the path"
+    assert seen(*words)[1]["model.name"] == (True, absent)
+    out = CliRunner().invoke(app, ["doctor", *words]).stdout
+    assert "./x\\x1b[2J ok  model.name: no such folder" in out
+    assert "\x1b" not in out
+    assert len(out.splitlines()) == len(seen(*words)[1]) + 1
+
+
 def test_a_full_disk_and_a_slow_clock(place, monkeypatch):
     """2,999 bytes are free, one too few for a copy of the model; the file is of tomorrow."""
     usage = environment.shutil.disk_usage(place)

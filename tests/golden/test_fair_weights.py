@@ -56,6 +56,13 @@ def test_afl_rests_at_the_smallest_worst_loss():
     np.testing.assert_allclose(moved(run(20, 0.6)), mean - 1, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", [1e3, 3e38])
+def test_an_enormous_loss_gets_all_weight_and_not_more(loss):
+    """λ_a + ηF_a exceeds the others by more than 1, so Π(λ + ηF) = (1, 0), also where 1 is below rounding."""
+    uploads = [Upload("a", 1, {}, {"loss": loss}), Upload("b", 1, {}, {"loss": 0.7})]
+    assert afl(None, uploads, Round(1, 9, Key(0), {"a": 1, "b": 1}), 0.1)[1] == {"a": 1.0, "b": 0.0}
+
+
 def test_a_step_of_afl_projects_on_the_simplex():
     """With η = ½ and the loss 0.6 of b alone, λ + ηF = (0.8, 0.45, 0.05). Less 1/8 each and at least 0, that
     is (0.675, 0.325, 0), of sum 1. A cohort of c alone has a mean all the same."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.small_models import Pairs, backbone
 
-from prefed.core import Key, Method, Round, State, Tensors, Upload
+from prefed.core import Entry, Key, Layout, Method, Round, State, Tensors, Upload
 from prefed.engines.aggregation import aggregate
 from prefed.engines.validation import validate_upload
-from prefed.merge import Aggregator, MergeConfig
+from prefed.merge import Aggregator, MergeConfig, from_newest
 from prefed.methods import METHODS
 from prefed.methods.base import with_ranks
 from prefed.models import Backbone
@@ -25,7 +25,7 @@ SETTINGS = {"lr": 0.01, "batch_size": 6, "local_steps": 1}
 
 
 def build(model: Backbone, name: str = "feddpo", rule: str = "fedit", **settings: object) -> Method:
-    aggregator = Aggregator(MergeConfig(lora=rule), model.layout, 2.0)
+    aggregator = Aggregator(MergeConfig(lora=rule, ranks={"low": 1}), model.layout, 2.0)
     return METHODS[name].build(METHODS[name].Settings(**SETTINGS, **settings), model.layout, aggregator, 2)
 
 
@@ -102,6 +102,41 @@ def test_full_ranks_change_nothing_and_personal_factors_are_low_too():
     assert not own["lora/1/q/A"][1].any()
     sizes = {upload.client: upload.tensors["model"].flat.numel() for upload in low.run().uploads}
     assert sizes == {"client-0": 5, "client-1": 10, "client-2": 10}
+
+
+@pytest.mark.parametrize("rule", ["fedit", "flexlora"])
+def test_rows_that_no_upload_has_survive(rule):
+    """The only upload of a round is of rank 1. It moves the first column of B; with flexlora, whose factors
+    are sorted, the part of rank 1 is the upload's product, as the other rows of the server still have B = 0.
+    Rows 2 and 3 of A keep their values to the bit: as zeros they would have no gradient in later rounds."""
+    full = backbone(rank=3)
+    method = with_ranks(build(full, rule=rule), {"low": 1}, full.layout)
+    trainer, server = PairTrainer(full, PAIRS), method.init_server(full.initial)
+    upload, _ = visit(trainer, method, "low", method.init_client(full.initial, "low"), server, 1)
+    after = aggregate(server, [upload], method.exchanges[0], Round(1, 2, Key(0), SIZES)).server
+    before, model = server.tensors["model"], after.tensors["model"]
+    for name, sent in upload.tensors["model"].items():
+        if name.endswith("/B"):
+            a = name[:-1] + "A"
+            product = sent @ upload.tensors["model"][a]
+            torch.testing.assert_close(model[name] @ model[a], product, rtol=1e-4, atol=1e-6)
+            if rule == "fedit":
+                assert torch.equal(model[a][1:], before[a][1:])
+    if rule == "fedit":
+        high, _ = visit(trainer, method, "high", method.init_client(full.initial, "high"), after, 2)
+        assert all(value[:, 1:].any() for n, value in high.tensors["model"].items() if n.endswith("/B"))
+
+
+def test_a_late_upload_of_low_rank_moves_the_newest_model():
+    """θ + (θ_i − θ^start) of the first row: 10 + (5 − 2) = 13, and 20 + (5 − 3) = 22."""
+    whole = Layout((Entry("lora/0/q/A", (2, 2), "lora", 0, "A"),))
+    row = Layout((Entry("lora/0/q/A", (1, 2), "lora", 0, "A"),))
+    start, newest = (
+        State({"model": Tensors(whole, torch.tensor(x))})
+        for x in ([2.0, 3.0, 4.0, 5.0], [10.0, 20.0, 30.0, 40.0])
+    )
+    late = Upload("low", 1, {"model": Tensors(row, torch.tensor([5.0, 5.0]))})
+    assert from_newest(late, start, newest).tensors["model"].flat.tolist() == [13.0, 22.0]
 
 
 def test_a_wild_upload_of_low_rank_is_found():

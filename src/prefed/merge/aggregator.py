@@ -119,6 +119,9 @@ class Aggregator:
         values = align(replies, group, current)
         if not values or not current.layout.entries:
             return state
+        if all(upload.client in self.config.ranks for upload in replies):
+            most = max(self.config.ranks[upload.client] for upload in replies)
+            values = [lora.with_rows_above(value, most, current) for value in values]
         indices, values, figures = rules.select(self.config, current, values, self.config.max_norm)
         replies = [replies[k] for k in indices]
         mixture: dict[str, Plain] = {}

@@ -187,6 +187,11 @@ class MergeConfig(StrictModel):
                 f"weights {self.weights!r} cannot be combined with rule {self.rule!r}, which drops clients "
                 "or weights; use rule mean or norm_clip"
             )
+        if self.ranks and self.rule not in ("mean", "norm_clip"):
+            raise ValueError(
+                f"ranks cannot be combined with rule {self.rule!r}, which takes the zeros of the padding for "
+                "numbers of clients; use rule mean or norm_clip"
+            )
         if self.ranks and self.lora == "ffa":
             raise ValueError(
                 "ranks cannot be combined with lora 'ffa', whose frozen A has the rank of the model; use "

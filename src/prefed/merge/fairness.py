@@ -60,6 +60,9 @@ def afl(
     known = start if mixture is None else cast("dict[str, float]", mixture)
     losses = _losses(uploads)
     raised = {client: weight + lr * losses.get(client, 0.0) for client, weight in known.items()}
+    # Π ignores a common term. Less the largest, sums do not cancel if a client claims an enormous loss.
+    top = max(raised.values())
+    raised = {client: weight - top for client, weight in raised.items()}
     sums = itertools.accumulate(sorted(raised.values(), reverse=True))
     surplus = max((total - 1) / count for count, total in enumerate(sums, 1))
     weights = [known[upload.client] for upload in uploads]

@@ -130,6 +130,33 @@ def without_residuals(tensors: Tensors) -> Tensors:
     return tensors.select(entry.name for entry in tensors.layout.entries if entry.part != RESIDUAL)
 
 
+def first_rows(tensors: Tensors, layout: Layout) -> Tensors:
+    """Return the tensors of ``layout``: of factors with a lower rank there, the first rows and columns."""
+    parts = {e.name: tensors[e.name][tuple(map(slice, e.shape))] for e in layout.entries}
+    return Tensors.gather(layout, parts)
+
+
+def with_rows_above(value: Tensors, rank: int, current: Tensors) -> Tensors:
+    """Return ``value``, padded from ``rank``, with those rows of A and columns of B of ``current`` instead.
+
+    If nobody has them, the zeros would end them: the gradient of each is a product with the other.
+
+    >>> from prefed.core import Entry
+    >>> layout = Layout((Entry("lora/0/q/A", (2, 1), "lora", 0, "A"),))
+    >>> padded, current = (Tensors(layout, torch.tensor(x)) for x in ([3.0, 0.0], [1.0, 2.0]))
+    >>> with_rows_above(padded, 1, current).flat
+    tensor([3., 2.])
+    """
+    result = value.clone()
+    for entry in value.layout.entries:
+        if entry.factor is not None:
+            axis = 0 if entry.factor == "A" else 1
+            more = max(0, entry.shape[axis] - rank)
+            start = entry.shape[axis] - more
+            result[entry.name].narrow(axis, start, more).copy_(current[entry.name].narrow(axis, start, more))
+    return result
+
+
 def product_error(values: Sequence[Tensors], weights: Sequence[float]) -> float:
     """Return ‖mean(B A) − B̄ Ā‖_F / ‖mean(B A)‖_F over all modules with both factors; 0 if all products are.
 

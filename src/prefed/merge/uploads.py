@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from prefed.core import Layout, State, Tensors, Upload
 from prefed.core.lazy import torch
-from prefed.merge.lora import without_residuals
+from prefed.merge.lora import first_rows, without_residuals
 
 LARGEST = 3.4028234663852886e38
 """The largest float32, and the bound on the scalars of an upload, so that their sums do not overflow."""
@@ -232,7 +232,9 @@ def from_newest(upload: Upload, start: State, newest: State) -> Upload:
     """
     groups = {}
     for name, value in upload.tensors.items():
-        before, after = (state.tensors[name].select(value).flat.double() for state in (start, newest))
+        before, after = (
+            first_rows(state.tensors[name], value.layout).flat.double() for state in (start, newest)
+        )
         groups[name] = Tensors(value.layout, (after + (value.flat.double() - before)).to(value.flat.dtype))
     return replace(upload, tensors=groups)
 

@@ -166,8 +166,12 @@ def _model(name: str, revision: str | None, out: Path) -> str:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
-        config = try_to_load_from_cache(name, "config.json", revision=revision)
+        try:
+            config = try_to_load_from_cache(name, "config.json", revision=revision)
+        except HFValidationError:
+            raise FileNotFoundError(f"{name}: no such folder; correct the path") from None
         if not isinstance(config, str):
             raise FileNotFoundError(
                 f"{name} is neither a folder nor in the cache of the Hugging Face hub: a run downloads it if "

@@ -1,8 +1,8 @@
 """Clients with LoRA ranks of their own, by zero-padding (HetLoRA, Cho et al. 2024, arXiv:2401.06432).
 
 A client of rank r_i receives, trains and sends the first r_i rows of each A and columns of each B. The server
-pads them with zeros, and merges as usual. In the client's model the other rows and columns are 0, and stay 0,
-since the gradient of each is a product with the other.
+pads them with zeros, and merges as usual; rows and columns that no upload has keep their values. In the
+client's model they are 0, and stay 0, since the gradient of each is a product with the other.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from prefed.core import (
     Tensors,
     Upload,
 )
+from prefed.merge.lora import first_rows
 
 Groups = Mapping[str, Tensors]
 
@@ -51,13 +52,7 @@ def with_ranks(method: Method, ranks: Mapping[str, int], layout: Layout) -> Meth
 
     def cut(groups: Groups, client: str) -> dict[str, Tensors]:
         """The first rows of A and columns of B."""
-        result = {}
-        for group, tensors in groups.items():
-            part = cut_layout(tensors.layout, client)
-            result[group] = Tensors.gather(
-                part, {e.name: tensors[e.name][tuple(map(slice, e.shape))] for e in part.entries}
-            )
-        return result
+        return {group: first_rows(each, cut_layout(each.layout, client)) for group, each in groups.items()}
 
     def pad(groups: Groups) -> dict[str, Tensors]:
         """The inverse of :func:`cut`, with zeros."""

@@ -36,10 +36,12 @@ def doctor(
     if as_json:
         print_json([asdict(finding) for finding in findings])
     elif volume() is not Volume.QUIET:
+        from prefed.core.text import printable
+
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
             mark = "missing" if finding.missing else "ok"
-            typer.echo(f"{mark:7}  {finding.what:{width}}  {finding.text}")
+            typer.echo(printable(f"{mark:7}  {finding.what:{width}}  {finding.text}"))
     if not as_json:
         typer.echo(f"{len(missing)} of {len(findings)} checks failed" if missing else "nothing is missing")
     if missing:
