@@ -7,6 +7,7 @@
 #   make lint      ruff and mypy alone          make docs    the documentation, into site/
 #   make format    let ruff rewrite the code    make bench   the programs behind docs/results.md
 #   make dist      wheel and sdist into dist/   make lock    lock.txt, after a change of constraints.txt
+#   make wheelhouse WHEELHOUSE=FOLDER EXTRA=site    what an installation without a network needs
 #   make clean     remove what was built
 #
 # Settings, e.g. `make install PYTHON=python3.12 TORCH=torch`:
@@ -18,13 +19,15 @@ PYTHON      ?=
 TORCH       ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
 JOBS        ?= 2
+WHEELHOUSE  ?= wheelhouse
+EXTRA       ?= site
 
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP   = $(BIN)/python -m pip --disable-pip-version-check
 WITH  = $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help install demo test lint format docs bench dist lock clean
+.PHONY: help install demo test lint format docs bench dist lock wheelhouse clean
 .DEFAULT_GOAL := help
 
 help:
@@ -78,6 +81,9 @@ dist: $(VENV)/.released
 
 lock: $(VENV)/.released
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/lock.sh
+
+wheelhouse: $(VENV)/.released $(VENV)/.documented
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON="$(or $(PYTHON),$(CURDIR)/$(BIN)/python)" TORCH="$(TORCH)" scripts/wheelhouse.sh $(WHEELHOUSE) $(EXTRA)
 
 clean:
 	rm -rf site dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
