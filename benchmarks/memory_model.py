@@ -53,12 +53,23 @@ def planned(config: Any, tokens: Sequence[tuple[int, int, int]], **settings: Any
     """A model of a configuration, and pairs with these numbers of tokens."""
     model = ModelConfig.model_validate({"name": "model", "lora": {"dropout": 0.0}, **settings})
     needs = frozenset({"weights" if model.train == "full" else "lora"})
-    pairs = [Pair(*(np.ones(count, np.int32) for count in each)) for each in tokens]
-    return PlannedModel(config, model, needs, Pairs(pairs))
+    return PlannedModel(config, model, needs, pairs_of(tokens))
+
+
+def lengths() -> list[tuple[int, int, int]]:
+    """Tokens of each pair; one response is shorter, so that padded batches have a mask."""
+    half = TOKENS // 2
+    return [(half, half, half)] * (PAIRS - 1) + [(half, half, half - 1)]
+
+
+def pairs_of(tokens: Sequence[tuple[int, int, int]]) -> Pairs:
+    """Pairs with these numbers of tokens."""
+    return Pairs([Pair(*(np.ones(count, np.int32) for count in each)) for each in tokens])
 
 
 def with_gpu_code() -> None:
-    """Let a CPU take the code of a GPU in fp32."""
+    """Let a CPU take the code of a GPU in fp32, on the pairs of :func:`lengths`."""
+    checkpointing.make_pairs = lambda *shape: pairs_of(lengths())
     block_size = logprobs.block_size
     packed._kernel = lambda query: packed._one_by_one
     logprobs.block_size = lambda rows, device: block_size(rows, META)
@@ -76,14 +87,13 @@ def measured(name: str, setting: str) -> float:
 
 def compare() -> None:
     """Print estimates next to measured peaks."""
-    lengths = (TOKENS // 2,) * 3
     # Freed memory goes back to the system at once, as it does on a GPU.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     print("| shape | settings | estimated MiB | measured MiB | ratio |\n|---|---|---|---|---|")
     for name in SHAPES:
         config = shape(name).config
         for setting, own in SETTINGS.items():
-            model = planned(config, [lengths] * PAIRS, dtype="float32", **own)
+            model = planned(config, lengths(), dtype="float32", **own)
             step = model.step(np.arange(PAIRS))
             estimated = (step.kept + step.passing) / 2**20
             words = [sys.executable, __file__, "--one", name, setting]
@@ -113,10 +123,10 @@ def kept() -> None:
     print("|---|---|---|---|---|")
     for count in (750, 1500, 3000, 4096, 8192):
         third = count // 3
-        lengths = [(count - 2 * third, third, third)] * 2
+        pairs = [(count - 2 * third, third, third)] * 2
         cells = [f"{count:,}"]
         for recompute in (False, True):
-            model = planned(llama(), lengths, dtype="bfloat16", checkpointing=recompute)
+            model = planned(llama(), pairs, dtype="bfloat16", checkpointing=recompute)
             step = model.step(np.arange(2))
             cells += [f"{step.kept / 2**30:.2f}", f"{step.total / 2**30:.1f}"]
         print(f"| {' | '.join(cells)} |", flush=True)

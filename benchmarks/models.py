@@ -94,7 +94,7 @@ def experiment(folder: Path, method: str) -> Experiment:
                 "name": str(folder / "model"),
                 "lora": {"rank": 2, "alpha": 8},
                 "train": "full" if full else "lora",
-                "variational": {"latent": 4, "widths": (8, 8)},
+                "variational": {"latent": 4, "widths": (8, 8), "pool": "end"},
             },
             "method": {
                 "name": "feddpo" if full else method,

@@ -20,6 +20,7 @@ from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.models import Backbone, ModelConfig, ModelError, make_backbone, save_adapter, save_merged
 from prefed.train import PairTrainer
 from prefed.train.packed import PackedForward
+from prefed.train.padded import PaddedForward
 from prefed.train.pair_model import PairModel
 from prefed.train.tastes import ResponseFeatures
 
@@ -162,9 +163,54 @@ def test_which_families_are_packed() -> None:
     tokens = Pairs(4)
     paths = {
         kind: isinstance(PairTrainer(adapted(kind)[1], tokens).model.forward, PackedForward)
-        for kind in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "opt", "mixtral")
+        for kind in (
+            "gpt2",
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "gemma",
+            "opt",
+            "mixtral",
+            "gpt_oss",
+            "mamba",
+        )
     }
-    assert {kind for kind, packed in paths.items() if not packed} == {"opt", "mixtral"}
+    assert {kind for kind, packed in paths.items() if not packed} == {"opt", "gpt_oss", "mamba"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "reason"),
+    [
+        ("olmo2", {}, ""),
+        ("granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.7}, ""),
+        ("granite", {"logits_scaling": 2.0}, "its logits are not the product"),
+        ("doge", {}, "packed attention does not support a mask"),
+        ("gemma2", {}, "there is no fast path for model type 'gemma2'"),
+        ("nemotron", {}, "packed input changes its hidden states by"),
+    ],
+)
+def test_the_path_of_a_model_with_modules_like_llamas(
+    kind: str, more: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Norms after attention, and multipliers of residuals and scores, are packed and score as the padded path
+    does. Scaled logits, masks of the model's own, and states that differ are not: the model is left as it was.
+    The check draws no random numbers."""
+    before = torch.get_rng_state()
+    _, model = adapted(kind, more=more)
+    torch.set_rng_state(before)
+    usual = model.causal.config._attn_implementation
+    fast = PairTrainer(model, Pairs(4)).model
+    assert torch.equal(torch.get_rng_state(), before)
+    if reason:
+        assert isinstance(fast.forward, PaddedForward)
+        assert reason in caplog.text
+        assert model.causal.config._attn_implementation == usual
+        return
+    plain = PairTrainer(adapted(kind, more=more)[1], Pairs(4), fast=False).model
+    assert isinstance(fast.forward, PackedForward)
+    rows = np.arange(4)
+    np.testing.assert_allclose(fast.outputs(rows), plain.outputs(rows), atol=2e-5)
 
 
 def test_stacks_of_blocks_do_not_share_names() -> None:

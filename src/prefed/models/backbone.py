@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from prefed.core import Key, Layout, Tensors
 from prefed.core.tensors import Layered
 from prefed.models.config import ModelConfig
-from prefed.models.families import FAMILIES, Family, with_lora
+from prefed.models.families import Family, find_family, with_lora
 from prefed.models.fused_lora import fuse
 from prefed.models.pretrained import (
     ModelError,
@@ -254,7 +254,7 @@ def adapted(model: Any, config: ModelConfig, needs: frozenset[str]) -> Any:
             f"[model] quantize = {config.quantize!r} is not possible, because the method or the merge rule "
             f"needs full weights (for {' and '.join(parts)}); remove quantize or use another method"
         )
-    family = FAMILIES.get(model.config.model_type)
+    family = find_family(model)
     model.requires_grad_(False)
     wrapped: Any = model if WEIGHTS in needs else with_lora(model, config, family, "outputs" in needs)
     return wrapped
@@ -274,7 +274,7 @@ def with_parts(
     causal = wrapped if WEIGHTS in needs else wrapped.get_base_model()
     if config.checkpointing:
         recompute_blocks(causal)
-    family = FAMILIES.get(causal.config.model_type)
+    family = find_family(causal)
     final = None if family is None else FinalNorm(getattr(causal.base_model, family.final_norm))
     context = PartContext(causal, family, config, key, needs)
     try:

@@ -17,30 +17,32 @@ from prefed.models.pretrained import ModelError, text_config
 
 @dataclass(frozen=True)
 class Family:
-    """Module names in the decoder block of a model family.
+    """Module names of a model family.
 
-    A block computes ``h = h + attention(norm1(h)); h = h + mlp(norm2(h))`` and nothing else. The logits are
-    the output embedding applied to the output of the final norm.
+    The logits are the output embedding applied to the output of the final norm. If the norms of a block are
+    named, it computes ``h = h + attention(norm1(h)); h = h + mlp(norm2(h))`` and nothing else.
 
     Attributes:
         blocks: attribute of the trunk with the list of blocks.
-        norm1: norm before attention.
+        norm1: norm before attention; empty if only the block's own forward is used.
         norm2: norm before the feed-forward network.
         final_norm: attribute of the trunk with the norm after the last block.
-        targets: modules that LoRA adapts by default.
+        targets: modules that LoRA adapts by default; empty for :data:`ALL`.
         outputs: targets that write to the residual stream.
         shortens: the attention module supports attention functions that return fewer rows.
+        static_cache: generation supports a cache of fixed size.
     """
 
     blocks: str
-    norm1: str
-    attention: str
-    norm2: str
-    mlp: str
     final_norm: str
-    targets: tuple[str, ...]
-    outputs: tuple[str, ...]
+    norm1: str = ""
+    attention: str = ""
+    norm2: str = ""
+    mlp: str = ""
+    targets: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
     shortens: bool = False
+    static_cache: bool = True
 
 
 _LLAMA = Family(
@@ -75,6 +77,25 @@ FAMILIES = {
 """Model type, as in a Hugging Face ``config.json`` → family."""
 
 
+# Used only if packed input then computes the same; see :func:`prefed.train.packed.enable_packing`.
+_LIKE_LLAMA = Family(blocks="layers", final_norm="norm", static_cache=False)
+_PROJECTIONS = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def find_family(causal: Any) -> Family | None:
+    """Return the family of a model: by its name, or by modules with the names of Llama's; else ``None``."""
+    if causal.config.model_type in FAMILIES:
+        return FAMILIES[causal.config.model_type]
+    blocks, text = getattr(causal.base_model, _LIKE_LLAMA.blocks, None), text_config(causal.config)
+    if not isinstance(blocks, nn.ModuleList) or not hasattr(causal.base_model, _LIKE_LLAMA.final_norm):
+        return None
+    attention = [getattr(block, "self_attn", None) or nn.Module() for block in blocks]
+    known = all(any(names <= set(own._modules) for names in _PROJECTIONS) for own in attention)
+    types = set(getattr(text, "layer_types", None) or ()) <= _LAYER_TYPES
+    return _LIKE_LLAMA if known and types and getattr(causal, "_supports_sdpa", False) else None
+
+
 ALL = "all-linear"
 """Selects all linear modules except the head."""
 
@@ -107,7 +128,7 @@ def with_lora(model: Any, config: ModelConfig, family: Family | None, outputs: b
     from peft import LoraConfig, get_peft_model
 
     names = config.lora.targets or [ALL]
-    if config.lora.targets is None and family is not None:
+    if config.lora.targets is None and family is not None and family.targets:
         names = list(family.outputs if outputs else family.targets)
     linear = _linear_modules(model)
     try:

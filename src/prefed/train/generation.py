@@ -202,7 +202,7 @@ def complete_batch(
         raise ValueError(f"got {len(tastes)} tastes for {len(prompts)} prompts; pass one taste per prompt")
     length, ends, room = len(prompts[0]), end_tokens(backbone), room_for(backbone, len(prompts[0]), how)
     # A growing cache is copied for every token. A static cache is not, but not every model supports it.
-    fixed = backbone.family is not None
+    fixed = backbone.family is not None and backbone.family.static_cache
     cache = StaticCache(config=backbone.causal.config, max_cache_len=length + room) if fixed else None
     ids = torch.tensor([list(prompt) for prompt in prompts], device=backbone.device)
     settings = GenerationConfig(

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from prefed.data import Pair
 from prefed.models import Backbone
 from prefed.models.families import Family
+from prefed.models.pretrained import brief
 from prefed.models.tastes import tasting
 from prefed.train.logprobs import token_logprobs
 from prefed.train.padded import Letters, PairForward, log_odds
@@ -283,6 +284,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
 NAME = "prefed_packed"
 Attend = Callable[..., torch.Tensor]
 Kernel = Callable[[Sequences, torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
+_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "dropout", "is_causal", "sliding_window"}
+"""Arguments that change no packed attention; pairs are shorter than the window."""
 _NOT_FOR_ATTENTION = frozenset({"past_key_values", "attention_mask", "encoder_attention_mask", "use_cache"})
 
 
@@ -305,6 +308,10 @@ def _attention(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+    given = {"a mask": attention_mask, **kwargs}
+    absent = {name for name, value in given.items() if value is None or value is False}
+    if unknown := sorted(given.keys() - absent - _WITHOUT_EFFECT):
+        raise NotImplementedError(f"packed attention does not support {', '.join(unknown)}")
     if kernel := _kernel(query):
         sequences = packing.sequences(bool(packing_tail))
         result = _by_sequences(kernel, sequences, query, key, value, scaling)
@@ -465,21 +472,82 @@ def _tail(block: Any, original: Any, family: Family, hidden: torch.Tensor, *args
     return hidden.detach()
 
 
-def enable_packing(backbone: Backbone) -> bool:
-    """Modify the backbone's model to accept packed input; return ``False`` if that is not possible."""
+def _whole(original: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Forward of the last block at all rows, for blocks of any structure."""
+    output = original(hidden, *args, **kwargs)
+    packing = kwargs.get("packing")
+    if packing is not None:
+        states = output[0] if isinstance(output, tuple) else output
+        packing.hidden = states[:, packing.rows]
+    return output
+
+
+_OTHER_ATTENTION = "the model does not take registered attention functions"
+_PROBE = Pair(*(np.arange(*span, dtype=np.int32) for span in ((1, 5), (5, 9), (9, 12))))
+"""The pair that checks packed input."""
+
+
+def _own_states(backbone: Backbone) -> torch.Tensor:
+    """Return what the head reads in the model's own forward, at the rows of :data:`_PROBE`, ``[K, d]`` fp32.
+
+    Raises:
+        ValueError: the logits are not the head's product with them.
+    """
+    causal, head, states = backbone.causal, backbone.causal.get_output_embeddings(), list[torch.Tensor]()
+    handle = head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    try:
+        for number, response in enumerate((_PROBE.chosen, _PROBE.rejected)):
+            ids = torch.from_numpy(np.append(_PROBE.prompt, response[:-1]).astype(np.int64))[None]
+            logits = causal(input_ids=ids.to(backbone.device), use_cache=False).logits
+            product = F.linear(states[number], head.weight.to(states[number].dtype))
+            if not torch.equal(product.to(logits.dtype), logits):
+                raise ValueError("its logits are not the product of its last hidden states and its head")
+    finally:
+        handle.remove()
+    prompt = len(_PROBE.prompt)
+    return torch.cat([states[0][0, prompt - 1 :], states[1][0, prompt:]]).float()
+
+
+def enable_packing(backbone: Backbone) -> str:
+    """Modify the backbone's model to accept packed input; return ``""``, or why that is not possible.
+
+    Afterwards, the model must compute the hidden states of its own forward on a few tokens. This does not use
+    random numbers. A model without data is not checked.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    family, config = backbone.family, backbone.causal.config
-    if family is None or not getattr(backbone.causal, "_supports_attention_backend", False):
-        return False
+    family, causal, final = backbone.family, backbone.causal, backbone.final
+    assert family is not None
+    assert final is not None
+    if causal.config._attn_implementation == NAME:
+        return ""
+    block = getattr(backbone.trunk, family.blocks)[-1]
+    usual, forward = causal.config._attn_implementation, block.forward
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    backbone.causal.set_attn_implementation(NAME)
-    if config._attn_implementation != NAME:
-        return False
-    block = getattr(backbone.trunk, family.blocks)[-1]
-    block.forward = functools.partial(_tail, block, block.forward, family)
-    return True
+    check = backbone.device.type != "meta"
+    problem = "" if getattr(causal, "_supports_attention_backend", False) else _OTHER_ATTENTION
+    try:
+        with torch.no_grad():
+            expected = _own_states(backbone) if check and not problem else None
+            causal.set_attn_implementation(NAME)
+            if causal.config._attn_implementation != NAME:
+                problem = _OTHER_ATTENTION
+            whole = functools.partial(_whole, forward)
+            block.forward = functools.partial(_tail, block, forward, family) if family.norm1 else whole
+            if expected is not None and not problem:
+                packing = Packing.of([_PROBE], device=backbone.device)
+                apart = float(
+                    (final.norm(trunk_hidden(backbone, packing)) - expected).norm() / expected.norm()
+                )
+                if not apart < (1e-3 if backbone.dtype in (torch.float32, torch.float64) else 0.05):
+                    problem = f"packed input changes its hidden states by {apart:.1%}"
+    except Exception as error:  # code of some two hundred architectures
+        problem = brief(error)
+    if problem:
+        causal.set_attn_implementation(usual)
+        block.forward = forward
+    return problem
 
 
 def trunk_hidden(backbone: Backbone, packing: Packing, tastes: torch.Tensor | None = None) -> torch.Tensor:

@@ -210,7 +210,7 @@ def _obstacle(backbone: Backbone, longest: int) -> str:
         return "the head has a LoRA"
     if head.bias is not None:
         return "the head has a bias"
-    return "" if enable_packing(backbone) else "the model does not take registered attention functions"
+    return enable_packing(backbone)
 
 
 class ReferenceLogprobs:
