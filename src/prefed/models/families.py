@@ -93,7 +93,9 @@ def find_family(causal: Any) -> Family | None:
     attention = [getattr(block, "self_attn", None) or nn.Module() for block in blocks]
     known = all(any(names <= set(own._modules) for names in _PROJECTIONS) for own in attention)
     types = set(getattr(text, "layer_types", None) or ()) <= _LAYER_TYPES
-    return _LIKE_LLAMA if known and types and getattr(causal, "_supports_sdpa", False) else None
+    one_stream = getattr(text, "altup_num_inputs", 1) == 1  # Gemma 3n has several residual streams
+    supported = known and types and one_stream and getattr(causal, "_supports_sdpa", False)
+    return _LIKE_LLAMA if supported else None
 
 
 ALL = "all-linear"
