@@ -194,8 +194,8 @@ def test_the_path_of_a_model_with_modules_like_llamas(
     kind: str, more: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Norms after attention, and multipliers of residuals and scores, are packed and score as the padded path
-    does. Scaled logits, masks of the model's own, and states that differ are not: the model is left as it was.
-    The check draws no random numbers."""
+    does. Scaled logits, masks of the model's own, and states that differ are not: the model is as before. The
+    check draws no random numbers."""
     before = torch.get_rng_state()
     _, model = adapted(kind, more=more)
     torch.set_rng_state(before)
