@@ -112,7 +112,7 @@ def test_new_files_are_their_clients(place, finished):
 
 def test_a_site_tells_its_own_people_alone(tmp_path):
     """10 pairs of one worker, a file in a folder; with 3 of them too long the site says so, and the hub hears
-    of 7 pairs and nothing else."""
+    of 7 pairs and nothing else. The experiment that the run starts from is the hub's."""
     place = make_place(tmp_path)
     rows = [json.loads(line) for line in (place / "w0.jsonl").read_text().splitlines()]
     (place / "pairs").mkdir()
@@ -128,8 +128,11 @@ def test_a_site_tells_its_own_people_alone(tmp_path):
         update={"data": experiment.data.model_copy(update={"max_length": 60, "test_fraction": 0.0})}
     )
     request = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": "0" * 16, "kind": "join"}
-    header, body = unpack(site.answer(pack(**request, experiment=experiment_for_sites(experiment))))
+    text = experiment_for_sites(experiment)
+    header, body = unpack(site.answer(pack(**request, experiment=text)))
     site.close()
+    order = json.loads((tmp_path / "site-w0/runs" / request["run"] / "order.json").read_bytes())
+    assert order["experiment"] == text
     (line,) = lines
     assert "7 of 10 rows are used; left out: 3 longer than max_length" in line
     assert "'w0' (3 of 10)" in line

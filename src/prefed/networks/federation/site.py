@@ -186,9 +186,9 @@ class Site:
             raise RefusalError(str(error)) from error
         dataset = own_dataset(experiment, self._state / "cache")
         notes, warnings = data_notices(dataset)
-        for text in (*notes, *(f"warning: {warning}" for warning in warnings)):
-            self._say(text)
-            self.log.add("data", run=run, noted=printable(text)[:LONGEST_REASON])
+        for noted in (*notes, *(f"warning: {warning}" for warning in warnings)):
+            self._say(noted)
+            self.log.add("data", run=run, noted=printable(noted)[:LONGEST_REASON])
         names = reported_names(dataset, self.config, self._secret)
         if known is not None and known["data"] != dataset.fingerprint:
             raise RefusalError(CHANGED)
