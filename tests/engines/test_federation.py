@@ -250,6 +250,21 @@ def test_a_start_that_failed_binds_nobody(place, sites, tmp_path, steps):
     assert summary["sites"] == {"two": ["w1", "w2"]}
 
 
+@pytest.mark.usefixtures("no_processes")
+def test_ranks_of_clients_that_no_site_has_are_named(place, sites, tmp_path):
+    """The site of w3 may be away, or its client have a pseudonym, so the hub warns and goes on."""
+
+    def lost(site, request):
+        if unpack(request)[0]["kind"] == "start":
+            raise UnreachableError("it is switched off")
+
+    ranks = {"ranks": {"w0": 1, "w3": 1}}
+    asked, heard = Experiment.model_validate(experiment(place).tables() | {"merge": ranks}), Warned()
+    with pytest.raises(FederationError, match="is away"):
+        federate(asked, tmp_path / "over", Within(sites, lost), TERMS, callbacks=[heard])
+    assert heard.texts == ["[merge] ranks: no site has a client called 'w3'"]
+
+
 class Claiming(Within):
     """The site of w0 claims ten million pairs for it, and as much weight for its uploads."""
 

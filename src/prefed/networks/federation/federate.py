@@ -151,6 +151,8 @@ def _run(
     for line in claim_lines(clients):
         tell(line)
     homes = {client: site for site, own in clients.items() for client in own}
+    if unknown := sorted(experiment.merge.ranks.keys() - homes.keys()):
+        callback.on_warning(f"[merge] ranks: no site has a client called {', '.join(map(repr, unknown))}")
     sizes = {client: ClientSizes(*own[client]) for own in clients.values() for client in own}
     dataset = FederatedDataset.without_pairs(dict(sorted(sizes.items())))
     job = assemble_job(experiment, build_trainers(experiment, dataset, None))
