@@ -1,10 +1,10 @@
-"""A GPU in Python: its tensors compute on the CPU, and refuse operands that are elsewhere, as CUDA's do.
+"""GPUs in Python: their tensors compute on the CPU, and refuse operands that are elsewhere, as CUDA's do.
 
 Numbers are real, so a run can be compared with one on the CPU. Kernels of a GPU (flash attention, products of
-16 bits with a sum in 32) are not run. As a program it runs methods on both devices, and prints how far apart
-the server's tensors are:
+16 bits with a sum in 32) are not run. As a program it makes runs on both devices, and prints how far apart
+their tensors are: all methods and all of :data:`CASES`, or those that are named.
 
-    python tests/fake_gpu.py feddpo fedvpa
+    python tests/fake_gpu.py feddpo moe
 
 It needs a process of its own, since PyTorch counts devices at the first backward pass.
 """
@@ -26,8 +26,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 
-class _Random(_DummyBackendModule):
-    """Dropout of the device draws from the CPU's generator."""
+class _Module(_DummyBackendModule):
+    """Dropout of the devices draws from the CPU's generator. Checkpointing asks for dtypes of autocast."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
@@ -37,7 +40,7 @@ class _Random(_DummyBackendModule):
 
 
 # Before the first backward pass of the process, which counts the devices.
-_setup_privateuseone_for_python_backend("fake_gpu", backend_module=_Random())
+_setup_privateuseone_for_python_backend("fake_gpu", backend_module=_Module())
 
 DEVICE = torch.device("fake_gpu", 0)
 _aten = torch.ops.aten
@@ -46,25 +49,30 @@ _CROSSING = {
     *(_aten.to.device, _aten.to.dtype, _aten.to.dtype_layout),
 }
 """Operations whose operands may be on two devices."""
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+"""Operations whose indices may be on the CPU."""
 
 
 class OnGpu(torch.Tensor):
-    """A tensor of the fake GPU; ``inner`` holds its numbers."""
+    """A tensor of a fake GPU; ``inner`` holds its numbers."""
 
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> OnGpu:
+    def __new__(cls, inner: torch.Tensor, device: torch.device = DEVICE) -> OnGpu:
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=DEVICE,
+            device=device,
         )
         made.inner = inner
         return made
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
 
     @classmethod
     def __torch_dispatch__(
@@ -77,31 +85,41 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     leaves = tree_leaves((args, dict(kwargs)))
     on = [leaf for leaf in leaves if isinstance(leaf, OnGpu)]
     off = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, OnGpu)]
-    if on and func not in _CROSSING and any(each.dim() for each in off):
+    devices = {each.device for each in on}
+    if func in _INDEXED:
+        off = [each for each in (args[0], *args[2:3]) if not isinstance(each, OnGpu)]
+    if on and func not in _CROSSING and (len(devices) > 1 or any(each.dim() for each in off)):
         raise RuntimeError(f"{func} has operands on two devices: {[tuple(t.shape) for t in (*on, *off)]}")
     if on and func is _aten._fused_sdp_choice.default:
         return 0  # attention without a kernel of the device
     named = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
-    to_gpu = named[0].type == DEVICE.type if named else bool(on)
-    if func is _aten.copy_.default:
-        to_gpu = isinstance(args[0], OnGpu)
+    target = args[0].device if func is _aten.copy_.default else next(iter([*named, *devices]), None)
+    to_gpu = target is not None and target.type == DEVICE.type
+    target = torch.device(DEVICE.type, target.index or 0) if to_gpu else target
     there = tree_map_only(torch.device, lambda device: torch.device("cpu"), (args, dict(kwargs)))
     args, kwargs = tree_map_only(OnGpu, lambda tensor: tensor.inner, there)
+    if on and func is _aten.histc.default and not args[0].is_floating_point():  # CUDA's counts integers
+        return OnGpu(func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype), target)
     known = {id(each.inner): each for each in on}
 
     def placed(result: torch.Tensor) -> torch.Tensor:
-        if to_gpu and id(result) in known:
-            return known[id(result)]  # in place
-        if to_gpu:
-            return OnGpu(result.clone() if any(result is each for each in off) else result)
-        return result.clone() if id(result) in known else result
+        own = known.get(id(result))
+        if own is not None and own.device == target:
+            return own  # in place
+        if own is not None or any(result is each for each in off):
+            result = result.clone()
+        return OnGpu(result, target) if to_gpu else result
 
     return tree_map_only(torch.Tensor, placed, func(*args, **kwargs))
 
 
 def _empty_strided(size: Any, stride: Any, **options: Any) -> torch.Tensor:
-    """For constructors in C++, which pass by the mode."""
-    return OnGpu(torch.empty_strided(size, stride, dtype=options.get("dtype")))
+    """For constructors in C++ and in other threads, which pass by the mode."""
+    return OnGpu(torch.empty_strided(size, stride, dtype=options.get("dtype")), options["device"])
+
+
+def _empty(size: Any, **options: Any) -> torch.Tensor:
+    return OnGpu(torch.empty(size, dtype=options.get("dtype")), options["device"])
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -112,6 +130,7 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
+_LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
 _LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
 
 
@@ -135,7 +154,8 @@ class _Generator(torch.Generator):
 def fake_gpu() -> Iterator[None]:
     """Let prefed find the fake GPU as its device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prefed.models.backbone.find_device", lambda name: DEVICE)
+        for room in ("models.backbone", "models.pretrained", "align.judge.local"):
+            patch.setattr(f"prefed.{room}.find_device", lambda name: DEVICE)
         patch.setattr(torch, "Generator", _Generator)
         # Views of a wrapped tensor cannot be inference tensors.
         patch.setattr(torch, "inference_mode", torch.no_grad)
@@ -143,35 +163,141 @@ def fake_gpu() -> Iterator[None]:
             yield
 
 
-def apart(folder: Path, method: str) -> float:
-    """The largest difference between the server's tensors, and losses, of a run on either device."""
-    from finished import small_experiment
-    from prefed import Experiment, run
+CASES: dict[str, dict[str, Any]] = {
+    "kept": {"rounds": 2, "method": {"name": "feddpo", "optimizer_state": "kept"}},
+    "kept, personal": {"rounds": 2, "method": {"name": "fedpdpo", "optimizer_state": "kept"}},
+    "moe": {"model": {"name": "moe"}},
+    "moe, align": {"model": {"name": "moe"}, "method": {"name": "fedbis"}, "align": {}},
+    "all weights": {"model": {"train": "full"}},
+    "plain path": {"model": {"fast": False}, "method": {"name": "fedpdpo"}},
+    "checkpointing": {"model": {"checkpointing": True}},
+    "fedex": {"merge": {"lora": "fedex"}},
+    "ppo": {"method": {"name": "feddpo", "objective": "ppo", "reward_model": "reward"}},
+    "align": {"method": {"name": "fedbis"}, "align": {}},
+    "align, tastes": {"method": {"name": "fedvpa"}, "align": {"tastes": "posteriors", "generations": 1}},
+    "judge": {"judge": True},
+}
+"""Name → changes to a run of one step of FedDPO; ``align`` and ``judge`` follow the run."""
+LIMIT = 1e-4
+"""Other kernels round differently, and Adam divides by small numbers."""
+_ALIGN = {"completions": 2, "max_new_tokens": 6, "temperature": 1.0, "lr": 1e-3, "batch_size": 4, "epochs": 1}
+_LEAST_TEXTS = 6
 
-    tables = small_experiment(folder, rounds=1)
-    tables["method"] |= {"name": method, "local_steps": 1}
-    experiment = Experiment.model_validate(tables)
-    on_cpu = run(experiment, folder / f"{method}-cpu")
+
+def make_models(folder: Path) -> None:
+    """A mixture of four experts, two per token, and a reward model, with the tokenizer of the place."""
+    from transformers import AutoTokenizer, GPT2Config, Qwen3MoeConfig
+    from transformers import GPT2ForSequenceClassification as Reward
+    from transformers import Qwen3MoeForCausalLM as Moe
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    moe = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        **ends,
+    )
+    reward = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, num_labels=1, **ends)
+    torch.manual_seed(0)
+    for name, model in (("moe", Moe(moe)), ("reward", Reward(reward))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def tables_of(folder: Path, case: str) -> dict[str, Any]:
+    """The experiment of a method or of one of :data:`CASES`."""
+    from finished import small_experiment
+
+    tables, changes = small_experiment(folder, rounds=1), CASES.get(case, {"method": {"name": case}})
+    tables["model"] |= changes.get("model", {})
+    tables["method"] |= {"local_steps": 1, **changes.get("method", {})}
+    for table, key in (("model", "name"), ("method", "reward_model")):
+        if key in tables[table]:
+            tables[table][key] = str(folder / tables[table][key])
+    return {**tables, **{name: changes[name] for name in ("rounds", "merge") if name in changes}}
+
+
+def outcome(folder: Path, case: str, out: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Make a run; return its loss and all tensors that it leaves, and the texts that it generates."""
+    from safetensors.torch import load_file
+
+    from prefed import Experiment, run
+    from prefed.align.judge.local import LocalJudge, RewardJudge
+    from prefed.align.judge.questions import JudgeOptions, NumberedPrompt, Question
+    from prefed.config import AlignConfig
+    from prefed.runs.align import align
+    from prefed.runs.loaded_run import load_run
+    from prefed.runs.responses import Models
+    from prefed.store import RunReader
+    from prefed.train.generation import Sampling
+
+    changes, texts = CASES.get(case, {}), list[str]()
+    done = run(Experiment.model_validate(tables_of(folder, case)), out)
+    left = {client: RunReader(out).client(client) for client in ("left", "right")}
+    states = {"server": done.server, **{name: state for name, state in left.items() if state is not None}}
+    found = {
+        f"{name}/{group}": each.flat
+        for name, state in states.items()
+        for group, each in state.tensors.items()
+    }
+    found["loss"] = torch.tensor(done.rounds[-1]["loss"])
+    prompts = [f"Case {number}:" for number in range(30, 36)]
+    if "align" in changes:
+        file = folder / "prompts.jsonl"
+        file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        align(out, AlignConfig.model_validate({"prompts": str(file), **_ALIGN, **changes["align"]}))
+        rows = (out / "align/completions.jsonl").read_text().splitlines()
+        texts = [json.loads(row)["completion"] for row in rows]
+        found |= load_file(out / "align/adapter/adapter_model.safetensors")
+    if "judge" in changes:
+        models = Models(load_run(out), Sampling(max_tokens=6, temperature=1.0))
+        asked = [NumberedPrompt(*each) for each in enumerate(prompts)]
+        texts = list(models.own(None).texts(asked, out / "texts", lambda *done: None).values())
+        questions = [Question(prompts[0], one, other) for one, other in zip(texts, prompts, strict=True)]
+        options = JudgeOptions(judge_tokens=4)
+        for judge, name in ((LocalJudge, "moe"), (RewardJudge, "reward")):
+            verdicts = list(judge(str(folder / name), options).compare(questions))
+            # A reward has more digits than two devices share.
+            texts += [each.text if judge is LocalJudge else str(each.preference) for each in verdicts]
+    return found, texts
+
+
+def apart(folder: Path, case: str) -> float:
+    """The largest difference between the tensors and losses of a run on either device."""
+    on_cpu, texts = outcome(folder, case, folder / f"{case}-cpu")
     with fake_gpu():
-        on_gpu = run(experiment, folder / f"{method}-gpu")
-    losses = [result.rounds[-1]["loss"] for result in (on_cpu, on_gpu)]
-    tensors = on_cpu.server.tensors.items()
-    far = [float((on_gpu.server.tensors[name].flat - each.flat).abs().max()) for name, each in tensors]
-    return max([abs(losses[0] - losses[1]), *far])
+        on_gpu, others = outcome(folder, case, folder / f"{case}-gpu")
+    assert (on_cpu.keys(), texts) == (on_gpu.keys(), others), f"{case}: {texts} and {others}"
+    assert len(texts) >= _LEAST_TEXTS or not {"align", "judge"} & CASES.get(case, {}).keys()
+    return max(float((on_gpu[name] - each).abs().max()) for name, each in on_cpu.items())
 
 
 def main() -> None:
-    """Run the methods that are named, or all."""
+    """Run the methods and cases that are named, or all."""
     from finished import small_place
     from prefed.methods import METHODS
 
     torch.set_num_threads(1)
     with fake_gpu(), pytest.raises(RuntimeError, match="two devices"):
         torch.ones(2, device=DEVICE) + torch.ones(2)
+    with fake_gpu(), pytest.raises(RuntimeError, match="two devices"):
+        torch.ones(2, device=DEVICE) + torch.ones(2, device=torch.device(DEVICE.type, 1))
     with TemporaryDirectory() as name:
         folder = small_place(Path(name))
-        for method in sys.argv[1:] or METHODS:
-            print(json.dumps([method, apart(folder, method)]), flush=True)
+        make_models(folder)
+        far = {}
+        for case in sys.argv[1:] or [*METHODS, *CASES]:
+            far[case] = apart(folder, case)
+            print(json.dumps([case, far[case]]), flush=True)
+    if not all(each < LIMIT for each in far.values()):
+        raise SystemExit(f"more than {LIMIT:g} apart")
 
 
 if __name__ == "__main__":
