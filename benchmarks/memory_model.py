@@ -1,15 +1,11 @@
 r"""The memory that ``prefed run --dry-run --device`` estimates, next to measured peaks and at larger shapes.
 
-    OMP_NUM_THREADS=1 python benchmarks/memory_model.py             # estimated and measured, on a CPU
-    OMP_NUM_THREADS=1 python benchmarks/memory_model.py --kept      # kept for backward at Llama 3 8B's shape
-    OMP_NUM_THREADS=1 python benchmarks/memory_model.py --roofline  # a model of a step's time
+    OMP_NUM_THREADS=1 python benchmarks/memory_model.py         # estimated and measured, on a CPU
+    OMP_NUM_THREADS=1 python benchmarks/memory_model.py --kept  # kept for backward at Llama 3 8B's shape
 
 Measured is the peak of resident memory (the kernel's VmHWM) that a DPO step of four pairs of 512 tokens takes
 beyond the model in a process of its own, in fp32 with random weights, with the attention calls and the block
 of logits of a GPU. Estimates come from the model's configuration only.
-
-The roofline bounds a step from below by its floating-point operations and by the bytes of the inputs and
-outputs of all its kernels, at the rates that a device's data sheet gives. No kernel reaches both.
 """
 
 from __future__ import annotations
@@ -25,16 +21,12 @@ from typing import Any
 
 import checkpointing
 import numpy as np
-import torch
 import transformers
 from common import Pairs, shape
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from prefed.data import Pair
 from prefed.models import ModelConfig
-from prefed.runs.memory_plan import META, PlannedModel, StepMemory
+from prefed.runs.memory_plan import META, PlannedModel
 from prefed.train import logprobs, packed
 
 SHAPES = ("gpt2-small-vocab", "llama-4k", "llama-8k")
@@ -45,8 +37,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "full": {"train": "full"},
 }
 PAIRS, TOKENS = 4, 512
-DEVICES = {"H100 SXM": (989e12, 3.35e12), "A100 80 GB": (312e12, 2.04e12), "L4": (121e12, 0.3e12)}
-"""Name → operations per second in bf16 and bytes per second, of the data sheets."""
 
 
 def planned(config: Any, tokens: Sequence[tuple[int, int, int]], **settings: Any) -> PlannedModel:
@@ -121,7 +111,7 @@ def kept() -> None:
     """Print what two pairs keep for the backward pass, by their length."""
     print("| tokens of a pair | kept, GiB | and total | with checkpointing | and total |")
     print("|---|---|---|---|---|")
-    for count in (750, 1500, 3000, 4096, 8192):
+    for count in (1500, 2048, 4096, 8192):
         third = count // 3
         pairs = [(count - 2 * third, third, third)] * 2
         cells = [f"{count:,}"]
@@ -132,57 +122,17 @@ def kept() -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-class Traffic(TorchDispatchMode):
-    """Adds up the bytes of all inputs and outputs of operations that compute.
-
-    Attributes:
-        bytes: so far.
-        calls: number of operations.
-    """
-
-    bytes = calls = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            leaves = tree_leaves((args, kwargs, result))
-            self.bytes += sum(each.nbytes for each in leaves if isinstance(each, torch.Tensor))
-            self.calls += 1
-        return result
-
-
-def roofline() -> None:
-    """Print operations, bytes and bounds of a step of two pairs of 1,500 tokens."""
-    print("| settings | TFLOP | GB | kernels |", " | ".join(f"{name}, s" for name in DEVICES), "|")
-    print(f"|{'---|' * (4 + len(DEVICES))}")
-    for recompute in (False, True):
-        model = planned(llama(), [(500, 500, 500)] * 2, dtype="bfloat16", checkpointing=recompute)
-        with Traffic() as traffic, FlopCounterMode(display=False) as counter:
-            step: StepMemory = model.step(np.arange(2))
-        assert step.kept
-        flop = counter.get_total_flops()
-        bounds = [max(flop / rate, traffic.bytes / speed) for rate, speed in DEVICES.values()]
-        name = "checkpointing" if recompute else "packed"
-        cells = [name, f"{flop / 1e12:.1f}", f"{traffic.bytes / 1e9:.0f}", f"{traffic.calls:,}"]
-        print(f"| {' | '.join([*cells, *(f'{bound:.2f}' for bound in bounds)])} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kept", action="store_true", help="Llama 3's shape of 8 B, by length")
-    parser.add_argument("--roofline", action="store_true", help="bounds of a step's time")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measured(*args.one)))
     elif args.kept:
         kept()
-    elif args.roofline:
-        roofline()
     else:
         compare()
 

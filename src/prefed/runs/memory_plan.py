@@ -6,6 +6,7 @@ the same time are added up.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import weakref
@@ -171,7 +172,8 @@ class PlannedModel:
 
         dtype = getattr(torch, str(config.dtype))
         with LiveBytes(), META, torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(checkpoint, dtype=dtype)
+            # The packed path changes the configuration.
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(checkpoint), dtype=dtype)
             wrapped = adapted(model, config, needs).eval()
             self.backbone = with_parts(wrapped, None, config, Key(0), needs, META)
         self._four_bits = config.quantize is not None
