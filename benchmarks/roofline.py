@@ -444,7 +444,7 @@ def step_of(side: str, shape: str, pairs: Pairs) -> Work:
 
 
 def make_pairs(batch: int, tokens: int) -> Pairs:
-    """Pairs of a prompt and a response of a third of the tokens each, and a second one of half to all of it."""
+    """Pairs whose prompt and responses have a third of the tokens each, the rejected one at most that."""
     third, draw = tokens // 3, np.random.default_rng(0)
     shorter = draw.integers(third // 2, third + 1, batch)
     sizes = [(tokens - 2 * third, third, int(count)) for count in shorter]

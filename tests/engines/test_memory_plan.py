@@ -71,6 +71,15 @@ def test_kept_bytes_are_those_of_a_real_step(fast, checkpointing, monkeypatch):
     assert plan.step(rows).kept == pytest.approx(kept, rel=0.03)
 
 
+def test_a_configuration_serves_again():
+    """The packed path changes a model's configuration, and must not change the given one: GPT-2's last block
+    would then stay as it is, and its rows be missing."""
+    config = causal("gpt2").config
+    model = ModelConfig(name="gpt2", dtype="float32")
+    steps = [PlannedModel(config, model, frozenset({"lora"}), LongPairs()).step(np.arange(1)) for _ in "12"]
+    assert steps[0] == steps[1]
+
+
 def test_parts_by_hand():
     """Llama of 2 blocks, width 32, 4 heads of 8 with 2 for keys, feed-forward 48, vocabulary 101, untied.
     LoRA of rank 3 on the 7 linear modules; AdamW keeps two numbers per trained one."""
