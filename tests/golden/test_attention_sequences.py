@@ -15,6 +15,7 @@ from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 from prefed.models import Backbone
 from prefed.train import Packing, packed
@@ -44,10 +45,12 @@ def varlen_by_definition(
 ):
     """The documented meaning of :func:`torch.nn.attention.varlen.varlen_attn`, sequence by sequence.
 
-    A window (−1, 0) is causal. As in FlashAttention ≥ 2.1, its diagonal ends at the lower right corner: query
-    i of Q sees key j of K if j ≤ i + K − Q. The assertions are those of PyTorch's CUDA kernel.
+    A window (−1, 0) is causal, and (w, 0) ends w keys before the query. As in FlashAttention ≥ 2.1, its diagonal
+    ends at the lower right corner: query i of Q sees key j of K if i + K − Q − w ≤ j ≤ i + K − Q. The assertions
+    are those of PyTorch's CUDA kernel.
     """
-    assert window_size == (-1, 0)
+    before, after = window_size
+    assert after == 0
     assert enable_gqa or query.shape[1] == key.shape[1]
     for tensor in (query, key, value):
         assert (tensor.dim(), tensor.stride(-1), tensor.shape[2] % 8) == (3, 1, 0)
@@ -61,17 +64,18 @@ def varlen_by_definition(
     for (q0, q1), (k0, k1) in zip(pairwise(cu_seq_q), pairwise(cu_seq_k), strict=True):
         k, v = (t[k0:k1].repeat_interleave(groups, 1) for t in (key, value))
         scores = torch.einsum("qhw,khw->hqk", query[q0:q1], k) * (scale or query.shape[2] ** -0.5)
-        i, j = torch.arange(q1 - q0)[:, None], torch.arange(k1 - k0)
-        scores = scores.masked_fill(j > i + (k1 - k0) - (q1 - q0), -torch.inf)
+        i, j = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0), torch.arange(k1 - k0)
+        scores = scores.masked_fill((j > i) | ((j < i - before) & (before >= 0)), -torch.inf)
         results.append(torch.einsum("hqk,khw->qhw", scores.softmax(-1), v))
     return torch.cat(results)
 
 
-def in_float64(family: str) -> Backbone:
+def in_float64(family: str, window: int | None = None) -> Backbone:
     """A model that computes in float64 throughout: transformers' RMS norms cast to fp32."""
     model = backbone(family, fast=False, double=True)
+    model.causal.config.sliding_window = window
     for module in model.model.modules():
-        if isinstance(module, LlamaRMSNorm):
+        if isinstance(module, LlamaRMSNorm | MistralRMSNorm):
             size, weight, epsilon = module.weight.shape, module.weight, module.variance_epsilon
             module.forward = partial(F.rms_norm, normalized_shape=size, weight=weight, eps=epsilon)
     start = away(model.layout, model.initial)
@@ -124,6 +128,25 @@ def test_attention_calls_equal_the_plain_model(
     assert (got - want).norm() < 1e-10 * want.norm()
 
 
+@pytest.mark.parametrize("kernel", ["_varlen", "_one_by_one", None])
+@pytest.mark.parametrize("window", [4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_shorter_than_a_pair(kernel: str | None, window: int, kind: str, monkeypatch) -> None:
+    """Positions within a sequence are as far apart as in an unpadded pass, so a sliding window is the same
+    there: states and gradients are those of transformers' own mask, in float64. Pairs have 2 to 15 tokens;
+    some sequences fit into the window."""
+    monkeypatch.setattr(packed, "_kernel", lambda query: kernel and getattr(packed, kernel))
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_definition)
+    fast, plain = in_float64("mistral", window), in_float64("mistral", window)
+    assert enable_packing(fast, 15) == ""
+    packing = Packing.of(pairs(kind == "ends"), **KINDS[kind])
+    got = fast.final.norm(trunk_hidden(fast, packing)[None])[0]
+    want = plain_states(plain, packing)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    got, want = gradient(fast, got), gradient(plain, want)
+    assert (got - want).norm() < 1e-10 * want.norm()
+
+
 class NoSquares(TorchDispatchMode):
     """Fails if an operation returns a tensor with two dimensions of at least ``size``."""
 
@@ -139,14 +162,19 @@ class NoSquares(TorchDispatchMode):
         return results
 
 
+@pytest.mark.parametrize("window", [None, 400])
 @pytest.mark.parametrize("kernel", ["_varlen", "_one_by_one", None])
-def test_no_tensor_grows_with_the_square_of_the_length(kernel: str | None, monkeypatch) -> None:
+def test_no_tensor_grows_with_the_square_of_the_length(
+    kernel: str | None, window: int | None, monkeypatch
+) -> None:
     """Two pairs of 3,000 tokens through two blocks with grouped heads, forward and backward with fake
     tensors: no tensor has two dimensions of a prompt's or response's length. Other dimensions are at most
-    101. The CPU's form (``None``), which has a mask for each response, shows that a mask would be noticed.
+    101. The CPU's form (``None``), which has a mask for each response, shows that a mask would be noticed; with
+    a window it has none.
     """
-    model = backbone("llama", dtype="float32" if kernel == "_one_by_one" else "bfloat16")
+    model = backbone("mistral", dtype="float32" if kernel == "_one_by_one" else "bfloat16")
     assert enable_packing(model) == ""
+    model.causal.config.sliding_window = window
     monkeypatch.setattr(packed, "_kernel", lambda query: kernel and getattr(packed, kernel))
     model.train_only(model.layout.names)
     long = Pair(*(np.ones(n, np.int32) for n in (1000, 1001, 1001)))
@@ -157,7 +185,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(kernel: str | None, monke
         with FakeTensorMode(allow_non_fake_inputs=True), NoSquares(1000):
             return torch.autograd.grad(trunk_hidden(model, packing).sum(), parameters)
 
-    if kernel is None:
+    if kernel is None and window is None:
         with pytest.raises(AssertionError, match=r"\[1000, 2000\]"):
             step()
     else:

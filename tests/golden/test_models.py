@@ -18,7 +18,7 @@ from tests.small_models import Choices, Pairs, away
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.models import Backbone, ModelConfig, ModelError, make_backbone, save_adapter, save_merged
-from prefed.train import PairTrainer
+from prefed.train import PairTrainer, packed
 from prefed.train.packed import PackedForward
 from prefed.train.padded import PaddedForward
 from prefed.train.pair_model import PairModel
@@ -184,7 +184,11 @@ def test_which_families_are_packed() -> None:
     [
         ("olmo2", {}, ""),
         ("granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.7}, ""),
-        ("granite", {"logits_scaling": 2.0}, "its logits are not the product"),
+        ("granite", {"logits_scaling": 3.0}, ""),
+        ("cohere", {"logit_scale": 0.3}, ""),
+        ("cohere2", {"logit_scale": 0.3, "sliding_window": 5}, ""),
+        ("gemma3_text", {"sliding_window": 5}, ""),
+        ("gemma3_text", {"final_logit_softcapping": 2.0}, "its logits are not the product"),
         ("doge", {}, "packed attention does not support a mask"),
         ("gemma2", {}, "there is no fast path for model type 'gemma2'"),
         ("nemotron", {}, "packed input changes its hidden states by"),
@@ -193,9 +197,9 @@ def test_which_families_are_packed() -> None:
 def test_the_path_of_a_model_with_modules_like_llamas(
     kind: str, more: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Norms after attention, and multipliers of residuals and scores, are packed and score as the padded path
-    does. Scaled logits, masks of the model's own, and states that differ are not: the model is as before. The
-    check draws no random numbers."""
+    """Norms after attention, multipliers of residuals, scores and logits, and windows shorter than a pair are
+    packed and score as the padded path does. Capped logits, masks of the model's own, and states that differ
+    are not: the model is as before. The check draws no random numbers."""
     before = torch.get_rng_state()
     _, model = adapted(kind, more=more)
     torch.set_rng_state(before)
@@ -211,6 +215,21 @@ def test_the_path_of_a_model_with_modules_like_llamas(
     assert isinstance(fast.forward, PackedForward)
     rows = np.arange(4)
     np.testing.assert_allclose(fast.outputs(rows), plain.outputs(rows), atol=2e-5)
+
+
+def test_a_window_that_attention_does_not_keep_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check has a sequence as long as the longest pair, where a lost window changes hidden states."""
+
+    def without(query: Any, key: Any, value: Any, scale: float | None, window: int) -> torch.Tensor:
+        return whole(query, key, value, scale, 99)
+
+    whole = packed._in_window
+    monkeypatch.setattr(packed, "_in_window", without)
+    _, model = adapted("gemma3_text", more={"sliding_window": 5})
+    assert isinstance(PairTrainer(model, Pairs(4)).model.forward, PaddedForward)
+    assert "packed input changes its hidden states by" in caplog.text
 
 
 def test_stacks_of_blocks_do_not_share_names() -> None:

@@ -67,6 +67,7 @@ class Backbone:
         family: the model's family; ``None`` if unknown.
         parameters: the trainable tensors inside the model, views of ``flat`` with gradients in ``grad``.
         final: forward of the final norm; ``None`` if the family is unknown.
+        logit_factor: what the model multiplies the head's products by, if packed input passes its own head by.
         loss_scale: loss scale for gradients (see :mod:`~prefed.train.optimizer_steps`); 1 except in float16.
         needs: parts and flags that the model was created with.
     """
@@ -85,6 +86,7 @@ class Backbone:
     config: ModelConfig
     needs: frozenset[str]
     final: FinalNorm | None = None
+    logit_factor: float = 1.0
     loss_scale: float = 1.0
     _bases: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = field(default_factory=dict)
 
@@ -134,6 +136,10 @@ class Backbone:
     def width(self) -> int:
         """Width of the hidden states that the head reads."""
         return head_width(self.causal)
+
+    def for_head(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states whose products with the head's weight are the model's logits."""
+        return states if self.logit_factor == 1 else states * self.logit_factor
 
     def load(self, tensors: Tensors) -> None:
         """Copy a client's tensors (full layout) into the model.

@@ -283,9 +283,11 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
 
 NAME = "prefed_packed"
 Attend = Callable[..., torch.Tensor]
-Kernel = Callable[[Sequences, torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
-_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "dropout", "is_causal", "sliding_window"}
-"""Arguments that change no packed attention; pairs are shorter than the window."""
+Kernel = Callable[
+    [Sequences, torch.Tensor, torch.Tensor, torch.Tensor, float | None, int | None], torch.Tensor
+]
+_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "dropout", "is_causal"}
+"""Arguments that change no packed attention."""
 _NOT_FOR_ATTENTION = frozenset({"past_key_values", "attention_mask", "encoder_attention_mask", "use_cache"})
 
 
@@ -298,6 +300,7 @@ def _attention(
     scaling: float | None = None,
     packing: Packing | None = None,
     packing_tail: str = "",
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention ``[1, heads, T, width]`` → ``[1, T or K, heads, width]``.
@@ -307,14 +310,18 @@ def _attention(
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+        kwargs |= {"scaling": scaling, "sliding_window": sliding_window}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     given = {"a mask": attention_mask, **kwargs}
     absent = {name for name, value in given.items() if value is None or value is False}
     if unknown := sorted(given.keys() - absent - _WITHOUT_EFFECT):
         raise NotImplementedError(f"packed attention does not support {', '.join(unknown)}")
-    if kernel := _kernel(query):
+    window = sliding_window
+    if window and window >= max(each.prompt + max(each.chosen, each.rejected) for each in packing.segments):
+        window = None
+    if kernel := _kernel(query) or (_one_by_one if window else None):
         sequences = packing.sequences(bool(packing_tail))
-        result = _by_sequences(kernel, sequences, query, key, value, scaling)
+        result = _by_sequences(kernel, sequences, query, key, value, scaling, window)
         if packing_tail == "fill" and sequences.rows is not None:
             result = result.new_zeros(query.shape[2], *result.shape[1:]).index_copy(0, sequences.rows, result)
         return result.unsqueeze(0), None
@@ -344,6 +351,7 @@ def _by_sequences(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Run ``kernel`` on ``[1, heads, T, width]`` tensors; return ``[Q, heads, width]``."""
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
@@ -352,7 +360,7 @@ def _by_sequences(
     if sequences.keys is not None:
         # The gradient of a key is a sum of at most two terms, so the order of atomic additions is irrelevant.
         k, v = k.index_select(0, sequences.keys), v.index_select(0, sequences.keys)
-    return kernel(sequences, q, k, v, scaling)
+    return kernel(sequences, q, k, v, scaling, window)
 
 
 def _kernel(query: torch.Tensor) -> Kernel | None:
@@ -390,22 +398,33 @@ def _has_varlen(device: torch.device) -> bool:
 
 
 def _varlen(
-    sequences: Sequences, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    sequences: Sequences,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Run flash attention once for all sequences. It aligns causal windows with the lower right corner."""
     from torch.nn.attention import varlen
 
     ends = sequences.query_ends, sequences.key_ends
     longest = max(sequences.query_counts), max(sequences.key_counts)
-    causal: dict[str, Any] = {"window_size": (-1, 0), "scale": scale, "enable_gqa": True}
+    before = -1 if window is None else window - 1
+    causal: dict[str, Any] = {"window_size": (before, 0), "scale": scale, "enable_gqa": True}
     result: Any = varlen.varlen_attn(q, k, v, *ends, *longest, **causal)
     return result  # type: ignore[no-any-return]
 
 
 def _one_by_one(
-    sequences: Sequences, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    sequences: Sequences,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Run one call of PyTorch's attention for each sequence, without a mask.
+    """Run one call of PyTorch's attention for each sequence, without a mask unless a window is shorter.
 
     PyTorch aligns a causal window with the upper left corner, so zeros before the queries make it square.
     Fused kernels in fp32 do not support grouped heads, hence the expanded keys and values.
@@ -419,11 +438,30 @@ def _one_by_one(
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         rows = query.shape[2]
+        if window and window < key.shape[2]:
+            results.append(_in_window(query, key, value, scale, window))
+            continue
         if causal := rows > 1:  # a single query attends to all keys
             query = F.pad(query, (0, 0, key.shape[2] - rows, 0))
         result = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
         results.append(result.narrow(2, result.shape[2] - rows, rows))
     return torch.cat(results, 2).squeeze(0).transpose(0, 1)
+
+
+def _in_window(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int
+) -> torch.Tensor:
+    """Attend from the last positions to ``window`` keys each, in blocks with masks of at most two windows."""
+    results, start = [], key.shape[2] - query.shape[2]
+    for rows in torch.split(query, window, 2):
+        first, end = max(0, start + 1 - window), start + rows.shape[2]
+        i, j = (torch.arange(*span, device=query.device) for span in ((start, end), (first, end)))
+        hidden = (j > i[:, None]) | (j <= i[:, None] - window)
+        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+        options = {"attn_mask": mask.masked_fill_(hidden, -torch.inf), "scale": scale}
+        results.append(_attend(rows, key[:, :, first:end], value[:, :, first:end], **options))
+        start = end
+    return torch.cat(results, 2)
 
 
 def _by_parts(
@@ -483,36 +521,70 @@ def _whole(original: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> An
 
 
 _OTHER_ATTENTION = "the model does not take registered attention functions"
-_PROBE = Pair(*(np.arange(*span, dtype=np.int32) for span in ((1, 5), (5, 9), (9, 12))))
-"""The pair that checks packed input."""
+_FACTORS = ("logit_scale", "logits_scaling")
+"""Names in a configuration of a factor of the logits, or of its reciprocal."""
 
 
-def _own_states(backbone: Backbone) -> torch.Tensor:
-    """Return what the head reads in the model's own forward, at the rows of :data:`_PROBE`, ``[K, d]`` fp32.
+def _probe(longest: int, vocabulary: int) -> Pair:
+    """Return the pair that checks packed input: short, or with a sequence of ``longest`` tokens."""
+    parts = [np.arange(*span, dtype=np.int32) for span in ((1, 5), (5, 9), (9, 12))]
+    if longest > 7:
+        parts[0] = (1 + 7919 * np.arange(longest - 3) % (vocabulary - 1)).astype(np.int32)
+    return Pair(*parts)
+
+
+def _logit_factor(config: Any, product: torch.Tensor, logits: torch.Tensor) -> float:
+    """Return f for logits that are f times ``product``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if torch.equal(product, logits):
+        return 1.0
+    for value in filter(None, (getattr(config, name, None) for name in _FACTORS)):
+        if torch.equal(product * value, logits):
+            return float(value)
+        if torch.equal(product / value, logits):
+            return float(1 / value)
+    raise ValueError("its logits are not the product of its last hidden states and its head")
+
+
+def _own_states(backbone: Backbone, probe: Pair) -> tuple[torch.Tensor, float]:
+    """Return what the head reads in the model's own forward, and the factor of the logits.
+
+    The states are those at the rows of the packed ``probe``, ``[K, d]`` fp32.
 
     Raises:
         ValueError: the logits are not the head's product with them.
     """
     causal, head, states = backbone.causal, backbone.causal.get_output_embeddings(), list[torch.Tensor]()
-    handle = head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    factors = set[float]()
+
+    def last(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        states.append(args[0][:, -len(response) :])
+        return (states[-1],)
+
+    handle = head.register_forward_pre_hook(last)
     try:
-        for number, response in enumerate((_PROBE.chosen, _PROBE.rejected)):
-            ids = torch.from_numpy(np.append(_PROBE.prompt, response[:-1]).astype(np.int64))[None]
+        for response in (probe.chosen, probe.rejected):
+            ids = torch.from_numpy(np.append(probe.prompt, response[:-1]).astype(np.int64))[None]
             logits = causal(input_ids=ids.to(backbone.device), use_cache=False).logits
-            product = F.linear(states[number], head.weight.to(states[number].dtype))
-            if not torch.equal(product.to(logits.dtype), logits):
-                raise ValueError("its logits are not the product of its last hidden states and its head")
+            product = F.linear(states[-1], head.weight.to(states[-1].dtype)).to(logits.dtype)
+            factors.add(_logit_factor(backbone.text_config, product, logits))
     finally:
         handle.remove()
-    prompt = len(_PROBE.prompt)
-    return torch.cat([states[0][0, prompt - 1 :], states[1][0, prompt:]]).float()
+    return torch.cat([states[0][0], states[1][0, 1:]]).float(), factors.pop()
 
 
-def enable_packing(backbone: Backbone) -> str:
+def enable_packing(backbone: Backbone, longest: int = 0) -> str:
     """Modify the backbone's model to accept packed input; return ``""``, or why that is not possible.
 
     Afterwards, the model must compute the hidden states of its own forward on a few tokens. This does not use
     random numbers. A model without data is not checked.
+
+    Args:
+        longest: length of the longest sequence. If the model attends to fewer tokens, the check has a
+            sequence of this length.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -526,17 +598,19 @@ def enable_packing(backbone: Backbone) -> str:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     check = backbone.device.type != "meta"
+    window = getattr(backbone.text_config, "sliding_window", None) or longest
+    probe = _probe(longest if window < longest else 0, causal.get_output_embeddings().weight.shape[0])
     problem = "" if getattr(causal, "_supports_attention_backend", False) else _OTHER_ATTENTION
     try:
         with torch.no_grad():
-            expected = _own_states(backbone) if check and not problem else None
+            expected, factor = _own_states(backbone, probe) if check and not problem else (None, 1.0)
             causal.set_attn_implementation(NAME)
             if causal.config._attn_implementation != NAME:
                 problem = _OTHER_ATTENTION
             whole = functools.partial(_whole, forward)
             block.forward = functools.partial(_tail, block, forward, family) if family.norm1 else whole
             if expected is not None and not problem:
-                packing = Packing.of([_PROBE], device=backbone.device)
+                packing = Packing.of([probe], device=backbone.device)
                 apart = float(
                     (final.norm(trunk_hidden(backbone, packing)) - expected).norm() / expected.norm()
                 )
@@ -547,6 +621,8 @@ def enable_packing(backbone: Backbone) -> str:
     if problem:
         causal.set_attn_implementation(usual)
         block.forward = forward
+    else:
+        backbone.logit_factor = factor
     return problem
 
 
@@ -615,11 +691,11 @@ class PackedForward(PairForward):
         final = self.backbone.final.norm(hidden)
         weight = self.backbone.causal.get_output_embeddings().weight
         into = weight.grad if weight.requires_grad else None
-        states, pick = final, packing.pick
+        states, pick = self.backbone.for_head(final), packing.pick
         if packing.whole:
             # The reward head reads every row. The output embedding is applied to the predicting rows only.
             rows, pick = torch.unique(pick, return_inverse=True)
-            states = final[rows]
+            states = states[rows]
         tokens = token_logprobs(states, weight, pick, packing.targets, into)
         count = 2 * len(packing.segments)
         sums = torch.zeros(count, device=tokens.device).index_add(0, packing.response, tokens)
@@ -647,6 +723,6 @@ class PackedChoices(PackedForward):
 
     def _read(self, packing: Packing, hidden: torch.Tensor) -> torch.Tensor:
         assert self.backbone.final is not None
-        final = self.backbone.final.norm(hidden)
+        final = self.backbone.for_head(self.backbone.final.norm(hidden))
         weight = self.backbone.causal.get_output_embeddings().weight[self._letters].to(final.dtype)
         return log_odds(final.float() @ weight.float().t(), packing.targets, self._letters)

@@ -200,17 +200,14 @@ def choose_forward(
 
 def _obstacle(backbone: Backbone, longest: int) -> str:
     """Return why the model cannot take packed input; if it can, enable packing and return ``""``."""
-    config, head = backbone.text_config, backbone.causal.get_output_embeddings()
-    window = getattr(config, "sliding_window", None)
+    head = backbone.causal.get_output_embeddings()
     if backbone.family is None:
         return f"there is no fast path for model type {backbone.causal.config.model_type!r}"
-    if window is not None and getattr(config, "use_sliding_window", True) and window < longest:
-        return f"the attention window of {window} tokens is shorter than the longest pair ({longest})"
     if hasattr(head, "lora_A"):
         return "the head has a LoRA"
     if head.bias is not None:
         return "the head has a bias"
-    return enable_packing(backbone)
+    return enable_packing(backbone, longest)
 
 
 class ReferenceLogprobs:

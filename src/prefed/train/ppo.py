@@ -258,7 +258,7 @@ def token_outputs(
     assert backbone.final is not None
     final = backbone.final.norm(hidden)[packing.pick]
     weight = backbone.causal.get_output_embeddings().weight
-    logprobs, entropies = token_terms(final, weight, packing.targets)
+    logprobs, entropies = token_terms(backbone.for_head(final), weight, packing.targets)
     return TokenOutputs(logprobs, _values(backbone, final), entropies)
 
 
