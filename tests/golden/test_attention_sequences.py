@@ -45,9 +45,9 @@ def varlen_by_definition(
 ):
     """The documented meaning of :func:`torch.nn.attention.varlen.varlen_attn`, sequence by sequence.
 
-    A window (−1, 0) is causal, and (w, 0) ends w keys before the query. As in FlashAttention ≥ 2.1, its diagonal
-    ends at the lower right corner: query i of Q sees key j of K if i + K − Q − w ≤ j ≤ i + K − Q. The assertions
-    are those of PyTorch's CUDA kernel.
+    A window (−1, 0) is causal, and (w, 0) starts w keys before the query's own. As in FlashAttention ≥ 2.1,
+    the diagonal ends at the lower right corner: query i of Q sees key j of K if
+    i + K − Q − w ≤ j ≤ i + K − Q. The assertions are those of PyTorch's CUDA kernel.
     """
     before, after = window_size
     assert after == 0
@@ -134,11 +134,13 @@ def test_attention_calls_equal_the_plain_model(
 def test_a_window_shorter_than_a_pair(kernel: str | None, window: int, kind: str, monkeypatch) -> None:
     """Positions within a sequence are as far apart as in an unpadded pass, so a sliding window is the same
     there: states and gradients are those of transformers' own mask, in float64. Pairs have 2 to 15 tokens;
-    some sequences fit into the window."""
+    some sequences fit into the window. Input that is not packed keeps the window too."""
     monkeypatch.setattr(packed, "_kernel", lambda query: kernel and getattr(packed, kernel))
     monkeypatch.setattr(varlen, "varlen_attn", varlen_by_definition)
     fast, plain = in_float64("mistral", window), in_float64("mistral", window)
     assert enable_packing(fast, 15) == ""
+    ids = torch.arange(1, 16)[None]
+    torch.testing.assert_close(fast.causal(ids).logits, plain.causal(ids).logits)
     packing = Packing.of(pairs(kind == "ends"), **KINDS[kind])
     got = fast.final.norm(trunk_hidden(fast, packing)[None])[0]
     want = plain_states(plain, packing)
@@ -169,8 +171,8 @@ def test_no_tensor_grows_with_the_square_of_the_length(
 ) -> None:
     """Two pairs of 3,000 tokens through two blocks with grouped heads, forward and backward with fake
     tensors: no tensor has two dimensions of a prompt's or response's length. Other dimensions are at most
-    101. The CPU's form (``None``), which has a mask for each response, shows that a mask would be noticed; with
-    a window it has none.
+    101. The CPU's form (``None``), which has a mask for each response, shows that a mask would be noticed.
+    With a window it has none.
     """
     model = backbone("mistral", dtype="float32" if kernel == "_one_by_one" else "bfloat16")
     assert enable_packing(model) == ""

@@ -188,6 +188,7 @@ def test_which_families_are_packed() -> None:
         ("cohere", {"logit_scale": 0.3}, ""),
         ("cohere2", {"logit_scale": 0.3, "sliding_window": 5}, ""),
         ("gemma3_text", {"sliding_window": 5}, ""),
+        ("gemma3", {}, ""),
         ("gemma3_text", {"final_logit_softcapping": 2.0}, "its logits are not the product"),
         ("doge", {}, "packed attention does not support a mask"),
         ("gemma2", {}, "there is no fast path for model type 'gemma2'"),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from prefed.core import Key, Layout, Tensors
 from prefed.core.tensors import Layered
 from prefed.models.config import ModelConfig
-from prefed.models.families import Family, find_family, with_lora
+from prefed.models.families import Family, find_family, trunk_of, with_lora
 from prefed.models.fused_lora import fuse
 from prefed.models.pretrained import (
     ModelError,
@@ -67,7 +67,7 @@ class Backbone:
         family: the model's family; ``None`` if unknown.
         parameters: the trainable tensors inside the model, views of ``flat`` with gradients in ``grad``.
         final: forward of the final norm; ``None`` if the family is unknown.
-        logit_factor: what the model multiplies the head's products by, if packed input passes its own head by.
+        logit_factor: factor of the logits that the model applies to its head's output, on the packed path.
         loss_scale: loss scale for gradients (see :mod:`~prefed.train.optimizer_steps`); 1 except in float16.
         needs: parts and flags that the model was created with.
     """
@@ -98,7 +98,7 @@ class Backbone:
     @property
     def trunk(self) -> Any:
         """The causal language model without its head."""
-        return self.causal.base_model
+        return self.causal.base_model if self.family is None else trunk_of(self.causal)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -281,7 +281,7 @@ def with_parts(
     if config.checkpointing:
         recompute_blocks(causal)
     family = find_family(causal)
-    final = None if family is None else FinalNorm(getattr(causal.base_model, family.final_norm))
+    final = None if family is None else FinalNorm(getattr(trunk_of(causal), family.final_norm))
     context = PartContext(causal, family, config, key, needs)
     try:
         specs = [spec for part, build in PART_BUILDERS.items() if part in needs for spec in build(context)]

@@ -83,12 +83,18 @@ _PROJECTIONS = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
+def trunk_of(causal: Any) -> Any:
+    """Return the language model without its head; in a model with image or audio towers, that part of it."""
+    return causal.base_model if text_config(causal.config) is causal.config else causal.get_decoder()
+
+
 def find_family(causal: Any) -> Family | None:
     """Return the family of a model: by its name, or by modules with the names of Llama's; else ``None``."""
     if causal.config.model_type in FAMILIES:
         return FAMILIES[causal.config.model_type]
-    blocks, text = getattr(causal.base_model, _LIKE_LLAMA.blocks, None), text_config(causal.config)
-    if not isinstance(blocks, nn.ModuleList) or not hasattr(causal.base_model, _LIKE_LLAMA.final_norm):
+    trunk, text = trunk_of(causal), text_config(causal.config)
+    blocks = getattr(trunk, _LIKE_LLAMA.blocks, None)
+    if not isinstance(blocks, nn.ModuleList) or not hasattr(trunk, _LIKE_LLAMA.final_norm):
         return None
     attention = [getattr(block, "self_attn", None) or nn.Module() for block in blocks]
     known = all(any(names <= set(own._modules) for names in _PROJECTIONS) for own in attention)

@@ -15,7 +15,7 @@ from torch import nn
 
 from prefed.core import Entry, Key
 from prefed.models.config import ModelConfig
-from prefed.models.families import Family
+from prefed.models.families import Family, trunk_of
 from prefed.models.fused_lora import fuse_lora
 from prefed.models.pretrained import head_width
 from prefed.models.random_init import uniform
@@ -58,7 +58,7 @@ class PartContext:
         if self.family is None:
             kind = self.causal.config.model_type
             raise ValueError(f"the final norm of model type {kind!r} is unknown")
-        return getattr(self.causal.base_model, self.family.final_norm)
+        return getattr(trunk_of(self.causal), self.family.final_norm)
 
 
 @dataclass(frozen=True)

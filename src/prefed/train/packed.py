@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -485,11 +486,15 @@ def _by_parts(
     return torch.cat(results, 2)
 
 
+_packed = ContextVar("_packed", default=False)
+"""Whether the model's input is packed."""
+
+
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Return no mask for packed input, and the SDPA mask otherwise."""
     from transformers.masking_utils import sdpa_mask
 
-    return None if kwargs.get("attention_mask") is None else sdpa_mask(*args, **kwargs)
+    return None if _packed.get() else sdpa_mask(*args, **kwargs)
 
 
 def _tail(block: Any, original: Any, family: Family, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -638,6 +643,7 @@ def trunk_hidden(backbone: Backbone, packing: Packing, tastes: torch.Tensor | No
     """
     assert backbone.final is not None
     backbone.final.bypass = True
+    token = _packed.set(True)
     lengths = [segment.length for segment in packing.segments]
     try:
         with tasting(backbone.taste_map, tastes, lengths):
@@ -646,6 +652,7 @@ def trunk_hidden(backbone: Backbone, packing: Packing, tastes: torch.Tensor | No
             )
     finally:
         backbone.final.bypass = False
+        _packed.reset(token)
     hidden, packing.hidden = packing.hidden, None
     assert hidden is not None
     return hidden[0]
