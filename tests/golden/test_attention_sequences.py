@@ -194,6 +194,26 @@ def test_no_tensor_grows_with_the_square_of_the_length(
         assert [gradient.shape for gradient in step()] == [p.shape for p in parameters]
 
 
+def on_fake_gpu(*shape: int, **options) -> torch.Tensor:
+    """A tensor on a GPU, under fake tensors."""
+    return torch.empty_strided(shape, torch.empty(shape).stride(), device="cuda", **options)
+
+
+@pytest.mark.parametrize("window", [None, 400])
+def test_no_mask_of_the_square_of_the_length_on_a_fake_gpu(window: int | None) -> None:
+    """Two pairs of 3,000 tokens, with grouped heads, in bfloat16. In float32 a fake GPU cannot show it:
+    PyTorch without CUDA has no fused kernel to choose there."""
+    long = Pair(*(np.ones(n, np.int32) for n in (1000, 1001, 1001)))
+    packing = Packing.of([long, long])
+    with FakeTensorMode(allow_non_fake_inputs=True), NoSquares(1000), torch.no_grad():
+        packing.ids = on_fake_gpu(1, packing.ids.shape[1], dtype=torch.long)
+        q, k, v = (
+            on_fake_gpu(1, heads, packing.ids.shape[1], 64, dtype=torch.bfloat16) for heads in (4, 2, 2)
+        )
+        result, _ = packed._attention(None, q, k, v, None, packing=packing, sliding_window=window)
+    assert (result.device.type, result.shape) == ("cuda", (1, 6000, 4, 64))
+
+
 @pytest.mark.parametrize(
     ("dtype", "width", "kernel"),
     [
@@ -218,12 +238,12 @@ def test_choice_of_kernel_on_a_fake_gpu(
     packing = Packing.of(pairs(kind == "ends"), **KINDS[kind])
     total, rows = packing.ids.shape[1], len(packing.rows)
 
-    def on_gpu(*shape: int, **options) -> torch.Tensor:
-        return torch.empty_strided(shape, torch.empty(shape).stride(), device="cuda", **options)
-
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        packing.ids, packing.rows = on_gpu(1, total, dtype=torch.long), on_gpu(rows, dtype=torch.long)
-        q, k, v = (on_gpu(1, heads, total, width, dtype=dtype) for heads in (4, 2, 2))
+        packing.ids, packing.rows = (
+            on_fake_gpu(1, total, dtype=torch.long),
+            on_fake_gpu(rows, dtype=torch.long),
+        )
+        q, k, v = (on_fake_gpu(1, heads, total, width, dtype=dtype) for heads in (4, 2, 2))
         result, _ = packed._attention(None, q, k, v, None, packing=packing, packing_tail=tail)
     assert len(calls) == 1
     assert result.device.type == "cuda"

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from prefed.config import Experiment
-from prefed.models import ModelConfig
+from prefed.core import Key
+from prefed.models import ModelConfig, make_backbone
 from prefed.models.pretrained import (
     ModelError,
     _has_bfloat16,
@@ -23,6 +24,7 @@ from prefed.models.pretrained import (
 from prefed.runs.build import of_parent
 from prefed.runs.start_or_resume import fitted
 from preferences import jsonl, tokenizer
+from small_models import causal
 
 
 class Touch:
@@ -237,6 +239,17 @@ def test_bfloat16_on_a_gpu_that_emulates_it_is_noted(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: emulated)
     _, hint = precision_notes(ModelConfig(name="m", device="cuda", dtype="bfloat16"))
     assert hint.endswith("this GPU emulates it; float16 is faster")
+
+
+def test_products_in_float32_on_a_gpu_do_not_use_tf32(gpu, monkeypatch):
+    """The choice is made on a GPU only, before anything is computed."""
+    chosen = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *args, **more: module)
+    monkeypatch.setattr("prefed.models.backbone.with_parts", lambda *args: None)
+    for device in ("cpu", "cuda"):
+        make_backbone(causal("llama"), None, ModelConfig(name="m", device=device, dtype="float32"), Key(0))
+    assert chosen == ["highest"]
 
 
 @pytest.mark.parametrize(("device", "place"), [("cuda", {"device_map": {"": 1}}), ("cpu", {})])
