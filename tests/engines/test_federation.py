@@ -17,6 +17,7 @@ from prefed.engines.backends.processes import Worker
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.experiment import own_dataset, own_experiment
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
+from prefed.networks.federation.messages import VERSION
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
@@ -140,7 +141,8 @@ def check_replay(sites):
     site = sites["one"]
     (order,) = (site._state / "runs").rglob("order.json")
     known = json.loads(order.read_bytes())
-    fields = {"format": 1, "federation": "wards", "run": order.parent.name, "order": known["order"]}
+    fields = {"prefed": VERSION, "format": 1, "federation": "wards", "run": order.parent.name}
+    fields |= {"order": known["order"]}
     task = {"kind": "visit", "round": 1, "exchange": "train", "client": "w0", "asked": 0, "receipt": None}
     header, _ = unpack(site.answer(pack(b"", **fields, **task)))
     assert "round 1 is over" in header["refused"]
@@ -150,7 +152,8 @@ def check_other_data(place, sites, tmp_path):
     """The site's file names worker 1's pairs, and the run began with worker 0's."""
     site = sites["one"]
     (order,) = (site._state / "runs").rglob("order.json")
-    fields = {"format": 1, "federation": "wards", "run": order.parent.name, "kind": "join"}
+    fields = {"prefed": VERSION, "format": 1, "federation": "wards", "run": order.parent.name}
+    fields |= {"kind": "join"}
     other = Site(site_config(place, tmp_path, "w1", name="one"))
     shutil.copytree(site._state / "runs", other._state / "runs")
     header, _ = unpack(

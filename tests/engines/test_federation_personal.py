@@ -22,6 +22,7 @@ from prefed.networks.federation import final_models
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.final_models import Published, export_client
+from prefed.networks.federation.messages import VERSION
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
@@ -230,7 +231,8 @@ def copied(finished, tmp_path):
     order = json.loads((folder / "order.json").read_bytes())["order"]
 
     def asks(body=message, **changes):
-        fields = {"format": 1, "federation": "wards", "run": folder.name, "order": order, "kind": "published"}
+        fields = {"prefed": VERSION, "format": 1, "federation": "wards", "run": folder.name}
+        fields |= {"order": order, "kind": "published"}
         fields |= {"round": 3, "clients": {"w1": given.receipt}, "model": given.model}
         return unpack(site.answer(pack(body, **{**fields, **changes})))[0]
 

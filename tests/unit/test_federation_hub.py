@@ -27,6 +27,7 @@ OPTIONS = {
     "--most-clients": "9",
     "--most-pairs": "99",
     "--cell": "a/b",
+    "--log": "text",
 }
 
 

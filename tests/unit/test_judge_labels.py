@@ -49,6 +49,6 @@ def test_names_of_judges():
         check_judge(AlignConfig(prompts="p.jsonl", labels="judge:rewards:model"))
     for labels in ("all", "judge:", -1):
         with pytest.raises(
-            ValueError, match="labels must be majority, a selector's number from 0, or judge:NAME"
+            ValueError, match="labels must be majority, mean, minimum, adaptive, a selector's number from 0, or judge:NAME"
         ):
             AlignConfig(prompts="p.jsonl", labels=labels)
