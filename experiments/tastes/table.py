@@ -18,18 +18,24 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 import torch
 from clients import AS_IT_IS, REVERSED, read
 
 from prefed import load_run
 from prefed.config import Experiment
-from prefed.core import files
+from prefed.core import Tensors, files
+from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import active_units
+from prefed.runs.loaded_run import LoadedRun
 from prefed.runs.tastes import COLLAPSED_BELOW, read_tastes
 from prefed.train.metrics.tastes import kl_per_dimension, transfer
 
 CONTEXTS = (2, 4, 8, 16)
-ROWS = ("fedbis", "fedbiscuit-2", "fedbiscuit-3", "fedvpl", "fedvpa", "unbalanced", "prior", "prototypes")
+ROWS = (
+    *("fedbis", "fedbiscuit-2", "fedbiscuit-3", "lore", "pal"),
+    *("fedvpl", "fedvpa", "unbalanced", "prior", "prototypes"),
+)
 CEILINGS = {AS_IT_IS: "a", REVERSED: "b"}
 """Taste → the letter of the mix of its clients alone."""
 COLUMNS = {
@@ -99,7 +105,7 @@ def figures_of(run: Path) -> dict[str, Any]:
             accuracies = {c: value for c, value in figure["per_client"].items() if c.startswith(kind)}
             found[f"{kind} {name.removeprefix('pairs/')}"] = mean(accuracies.values())
     loaded = load_run(run, data=True)
-    if loaded.method.infer is not None:
+    if loaded.method.tastes:
         read_out = read_tastes(loaded)
         over = transfer(read_out.accuracies, [tastes[client] for client in read_out.clients])
         kl = kl_per_dimension(read_out.means, read_out.log_variances)
@@ -120,9 +126,20 @@ def figures_of(run: Path) -> dict[str, Any]:
         # With one z for all, a selector is one for all: a pair and its reverse are right once.
         one = dict(zip(read_out.clients, read_out.population.tolist(), strict=True))
         check_twins(run, one)
+    elif loaded.method.infer is not None:
+        clients = [client for client in loaded.clients if client in own]
+        models = [loaded.model(client) for client in clients]
+        accuracies = [[accuracy(loaded, client, model) for model in models] for client in clients]
+        over = transfer(np.array(accuracies), [tastes[client] for client in clients])
+        found |= {"another": over.another, "same": over.same_taste, "opposite": over.other_taste}
     elif found["vote"] is None:
         check_twins(run, own)
     return {key: value for key, value in found.items() if value is not None}
+
+
+def accuracy(run: LoadedRun, client: str, model: Tensors) -> float:
+    """Accuracy of ``model``, with another client's weights perhaps, on the test pairs of ``client``."""
+    return pair_figures(run.job, run.trainers.score(client, model, "test"))["preference_accuracy"]
 
 
 def check_twins(run: Path, accuracies: Mapping[str, float]) -> None:

@@ -24,7 +24,9 @@ REFUSE = {
     "fedsdg": "personal_lora",
     "fedbn": "norm",
 }
-"""Method → the parts that it puts on a frozen model, with default settings; selectors with tastes besides."""
+"""Method → the parts that it puts on a frozen model, with default settings."""
+TASTES = ("fedvpl", "fedvpa", "lore", "pal")
+"""Methods on hidden states of a frozen model."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def test_an_exported_model_loads(place, tmp_path):
     assert load_client(tmp_path / "model").extract().equal(result.server.tensors["model"])
 
 
-@pytest.mark.parametrize("method", sorted({"fedvpl", "fedvpa", *REFUSE}))
+@pytest.mark.parametrize("method", sorted({*TASTES, *REFUSE}))
 def test_methods_with_parts_of_their_own_refuse(place, method):
     with pytest.raises(ConfigError, match=f"{method} adds its own parts to a frozen model") as refused:
         Experiment.model_validate({**experiment(place).model_dump(), "method": {"name": method}})
@@ -148,11 +150,11 @@ def test_all_other_methods_take_it(place):
     """Sixteen methods of a LoRA alone; FedPer too, without its head."""
     tree = experiment(place).model_dump()
     taken = set()
-    for name in METHODS.keys() - {"fedvpl", "fedvpa", *REFUSE}:
+    for name in METHODS.keys() - {*TASTES, *REFUSE}:
         made = Experiment.model_validate({**tree, "method": {"name": name}})
         assert made.parts == {"weights"}
         taken.add(name)
-    assert len(taken) == len(METHODS) - 7
+    assert len(taken) == len(METHODS) - 9
     headless = Experiment.model_validate({**tree, "method": {"name": "fedper", "personal_head": False}})
     assert headless.parts == {"weights"}
     assert 'train = "full"' in to_toml(headless)

@@ -24,10 +24,10 @@ from prefed.testing.laws import MARK, MARK_BYTES
 PINNED = {
     *("feddpo", "fedsft", "fedprox", "scaffold", "centralized", "local"),
     *("fedpdpo", "fedper", "fedrep", "perfedavg", "fedamp", "fedsdg", "ditto", "pfedme", "fedala", "fedbn"),
-    *("fedbis", "fedbiscuit", "decdpo"),
+    *("fedbis", "fedbiscuit", "decdpo", "lore", "pal"),
 }
 """Methods whose private tensors are pinned here. Any other method is taken at its own ownership."""
-PRIVATE = {"bottleneck", "head", "reward", "value", "personal_lora", "gate", "norm"}
+PRIVATE = {"bottleneck", "head", "reward", "value", "personal_lora", "gate", "norm", "mixture"}
 """Parts that no method may send (unless it is asked to share a trained head)."""
 SENT = {"fedala": ("own",), "fedamp": ("own",)}
 """Method → the groups of a client's private state that hold what it has sent before."""

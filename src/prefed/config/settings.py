@@ -129,8 +129,8 @@ class EvaluateConfig(StrictModel):
     )
     unseen_pairs: list[int] = Field(
         [],
-        description="for selectors with a latent taste: numbers of pairs to infer a newcomer's taste from, "
-        "without a training step, before its evaluation; one metric each",
+        description="for methods that know a newcomer by a few pairs: numbers of pairs to infer its taste "
+        "from (fedvpl, fedvpa) or to fit its weights to (lore, pal) before its evaluation; one metric each",
     )
 
     @field_validator("metrics")

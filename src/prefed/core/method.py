@@ -435,7 +435,8 @@ class Method:
         profile: private state → metric → block → number, e.g. ``{"gate": {0: 0.52}}``. It is computed where
             private states are stored and never sent. ``None`` if there are no such metrics.
         infer: trainer of a newcomer, published, number of pairs → model of the newcomer inferred from that
-            many pairs without training. ``None`` if the method cannot infer one.
+            many pairs. ``None`` if the method cannot infer one.
+        tastes: models have a latent taste z, which ``infer`` infers without training.
         trust: private state, server state, client → other client → weight in this client's prior; weights sum
             to 1, and are empty before the first visit with peers. It is computed where private states are
             stored and never sent. ``None`` if the method has no such weights.
@@ -458,4 +459,5 @@ class Method:
     reward_weight: Callable[[State, int], float] = lambda private, number: 1.0
     profile: Callable[[State], Mapping[str, Mapping[int, float]]] | None = None
     infer: Callable[[ClientTrainer, Download, int], Tensors] | None = None
+    tastes: bool = False
     trust: Callable[[State, State, str], Mapping[str, float]] | None = None

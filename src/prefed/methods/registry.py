@@ -123,6 +123,8 @@ METHODS = Registry(
             MethodKind("fedbn", "FedDPO with personal norm layers", personal=True),
             MethodKind("fedbis", "federated averaging of a selector that judges pairs"),
             MethodKind("fedbiscuit", "one selector per cluster of clients"),
+            MethodKind("lore", "shared linear rewards, mixed by each client", personal=True, rounds=60),
+            MethodKind("pal", "ideal points between shared prototypes", personal=True, rounds=60),
             MethodKind("fedvpl", "a selector with a latent taste per client", personal=True, rounds=60),
             MethodKind("fedvpa", "FedVPL with shared posteriors and prototypes", personal=True, rounds=60),
         )

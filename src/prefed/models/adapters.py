@@ -25,6 +25,7 @@ from prefed.core import Key, Tensors, files
 from prefed.models.backbone import Backbone, load_backbone
 from prefed.models.config import ModelConfig
 from prefed.models.fused_lora import lora_factors
+from prefed.models.mixed_rewards import MIXTURE
 from prefed.models.pretrained import ModelError
 from prefed.models.tastes import TASTE_MAP
 from prefed.models.trainable_parts import WEIGHTS, lora_layers
@@ -98,6 +99,13 @@ def _clean_up(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
+def _on_hidden_states(backbone: Backbone) -> str:
+    """Return what the model has besides its language model if that reads hidden states, else ``""``."""
+    if "variational" in backbone.needs:
+        return "a selector with a latent taste"
+    return "rewards that clients mix" if MIXTURE in backbone.needs else ""
+
+
 def save_adapter(
     backbone: Backbone, tensors: Tensors, folder: Path, taste: torch.Tensor | None = None
 ) -> None:
@@ -125,10 +133,8 @@ def save_adapter(
         )
     if WEIGHTS in backbone.needs:
         raise ModelError("all weights were trained, which an adapter cannot contain; export a merged model")
-    if "variational" in backbone.needs:
-        raise ModelError(
-            "an adapter cannot contain a selector with a latent taste; export the client's folder"
-        )
+    if selector := _on_hidden_states(backbone):
+        raise ModelError(f"an adapter cannot contain {selector}; export the client's folder")
     backbone.load(tensors)
     added = OneTaste.of(backbone, taste)
     with atomic_folder(folder) as partial:
@@ -233,10 +239,8 @@ def save_merged(
     """
     if backbone.config.quantize is not None:
         raise ModelError("an adapter cannot be merged into 4-bit weights; export the adapter")
-    if "variational" in backbone.needs:
-        raise ModelError(
-            "a plain model cannot contain a selector with a latent taste; export without --merge"
-        )
+    if selector := _on_hidden_states(backbone):
+        raise ModelError(f"a plain model cannot contain {selector}; export without --merge")
     changed = {n.partition("/")[0] for n in tensors if not torch.equal(tensors[n], backbone.reference[n])}
     if "bottleneck" in changed:
         raise ModelError(

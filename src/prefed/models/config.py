@@ -94,6 +94,13 @@ class VariationalSettings(StrictModel):
         return self
 
 
+class MixtureSettings(StrictModel):
+    """Shared rewards of which each client has its own mixture: LoRe (arXiv:2504.14439), PAL (2406.08469)."""
+
+    count: int = Field(8, ge=1, description="number of shared rewards (lore) or prototypes (pal)")
+    width: int = Field(64, ge=1, description="width of the space of ideal points (pal)")
+
+
 class ModelConfig(StrictModel):
     """The causal language model to align."""
 
@@ -108,6 +115,9 @@ class ModelConfig(StrictModel):
     reward: RewardSettings = Field(RewardSettings(), description="for methods with a reward head")
     variational: VariationalSettings = Field(
         VariationalSettings(), description="for selectors with a latent taste"
+    )
+    mixture: MixtureSettings = Field(
+        MixtureSettings(), description="for rewards that clients mix: lore and pal"
     )
     dtype: Dtype | None = Field(
         None,

@@ -17,6 +17,8 @@ from prefed.core import Entry, Key
 from prefed.models.config import ModelConfig
 from prefed.models.families import Family, trunk_of
 from prefed.models.fused_lora import fuse_lora
+from prefed.models.mixed_rewards import BASIS, IDEAL, MIXTURE
+from prefed.models.mixed_rewards import starts as mixture_starts
 from prefed.models.pretrained import head_width
 from prefed.models.random_init import uniform
 from prefed.models.tastes import (
@@ -305,8 +307,8 @@ def _residual(context: PartContext) -> Iterator[ParameterSpec]:
         yield ParameterSpec(entry, torch.zeros(shape))
 
 
-def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
-    """A part of the variational selector, which reads it from the backbone's parameters."""
+def _check_layer(context: PartContext) -> int:
+    """Return the width of the hidden states that represent responses; raise ``ValueError`` without them."""
     settings, width = context.config.variational, head_width(context.causal)
     text = context.causal.config.get_text_config()
     if settings.layer is not None and (settings.layer >= text.num_hidden_layers or text.hidden_size != width):
@@ -315,8 +317,21 @@ def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
             f"width {text.hidden_size}, and its head reads states of width {width}; choose a block before "
             "the last, or remove the key, which is necessary if the widths differ"
         )
+    return width
+
+
+def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
+    """A part of the variational selector, which reads it from the backbone's parameters."""
+    settings, width = context.config.variational, _check_layer(context)
     selector = VariationalSelector(settings, width)
     for name, start in selector.starts(context.key, capped="cap" in context.needs)[part].items():
+        yield ParameterSpec(Entry(name, tuple(start.shape), part), start)
+
+
+def _mixture(part: str, context: PartContext) -> Iterator[ParameterSpec]:
+    """A part of rewards that clients mix, which are computed from the backbone's parameters."""
+    tensors = mixture_starts(part, context.config.mixture, _check_layer(context), context.key)
+    for name, start in tensors.items():
         yield ParameterSpec(Entry(name, tuple(start.shape), part), start)
 
 
@@ -346,5 +361,6 @@ PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     "value": _value,
     TASTE_MAP: _taste_map,
     **{part: functools.partial(_taste, part) for part in (VARIATIONAL, PROTOTYPES, POSTERIOR, LATENT)},
+    **{part: functools.partial(_mixture, part) for part in (BASIS, IDEAL, MIXTURE)},
 }
 """Part → its builder, in the order of a layout; parts inside the trunk come first."""

@@ -133,8 +133,8 @@ def build_trainers(
 
 
 def response_encoder(experiment: Experiment, backbone: Backbone) -> ResponseEncoder | None:
-    """Return the encoder of responses for a model with latent tastes; ``None`` for other models."""
-    if "latent" not in backbone.needs:
+    """Return the encoder of responses for a model that reads hidden states; ``None`` for other models."""
+    if not backbone.needs & {"latent", "mixture"}:
         return None
     data, tokenizer = experiment.data, backbone.tokenizer
     most = min(data.max_length, backbone.window or data.max_length)

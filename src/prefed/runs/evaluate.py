@@ -190,7 +190,7 @@ def _check_here(run: LoadedRun) -> None:
     try:
         run.check_whole(run.clients[0])
     except RunError as error:
-        if run.method.infer is not None:
+        if run.method.tastes:
             raise RunError(f"{error}; or use --taste population or --taste CLIENT here") from error
         raise
 
@@ -214,7 +214,7 @@ def _too_few_pairs(run: LoadedRun, judged: Sequence[str]) -> list[str]:
 
 def _told_by(run: LoadedRun, judged: Sequence[str]) -> bool:
     """Whether a taste used for ``judged`` was inferred from training pairs of one of them."""
-    if run.method.infer is None:
+    if not run.method.tastes:
         return False
     members = not set(judged) <= set(run.job.unseen)
     if run.taste is None:

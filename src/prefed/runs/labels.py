@@ -116,7 +116,7 @@ def _utility(taste: str, run: LoadedRun) -> Judge:
 def _selector(path: Path, taste: str, judged: LoadedRun) -> Judge:
     run = judged if path.resolve() == judged.record.path.resolve() else load_run(path)
     check_selectors(run.record)
-    named = taste != "mean" and run.method.infer is not None
+    named = taste != "mean" and run.method.tastes
     selectors = selectors_of(run, taste if named else None)
     models = {name: files.digest(t.flat.cpu().numpy().tobytes()) for name, t in selectors.models.items()}
     identity = {

@@ -289,7 +289,7 @@ def _tastes(
     experiment: Experiment, job: Job, server: State, states: ClientStates | None
 ) -> dict[str, Any] | None:
     """Return the content of ``tastes.json``; ``None`` without tastes or local private states."""
-    if job.method.infer is None or states is None:
+    if not job.method.tastes or states is None:
         return None
     from prefed.runs.tastes import measured_tastes
 

@@ -123,7 +123,7 @@ def check_tastes(run: LoadedRun) -> None:
     Raises:
         RunError: it has none.
     """
-    if run.method.infer is None:
+    if not run.method.tastes:
         raise RunError(f"{run.record.path}: method {run.method.name} has no latent tastes")
 
 
@@ -276,7 +276,7 @@ def common_taste(run: LoadedRun) -> float:
     measure is the :func:`~prefed.train.metrics.tastes.resultant` of the w(μ̄). It is 1 if the method has no
     tastes or the server knows none.
     """
-    if run.method.infer is None or run.experiment.model.variational.decoder != "conditioned":
+    if not run.method.tastes or run.experiment.model.variational.decoder != "conditioned":
         return 1.0
     means = [mean for mean, _ in known_tastes(run).posteriors.values()]
     if not means:

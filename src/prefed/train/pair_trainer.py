@@ -19,9 +19,11 @@ from prefed.data.tokens import thumbs
 from prefed.models import Backbone
 from prefed.models.adapters import save_adapter
 from prefed.models.backbone import model_digest
+from prefed.models.mixed_rewards import LOGITS
 from prefed.train.loss_trainer import ChoiceTrainer, LossTrainer, ThumbTrainer
-from prefed.train.losses import LATENT, PPO, reads_thumbs
+from prefed.train.losses import LATENT, MIXED, PPO, reads_thumbs
 from prefed.train.metrics import ChoiceScores, PairScores, ThumbScores
+from prefed.train.mixed_rewards import MixedRewardTrainer
 from prefed.train.optimizer_steps import Visit, first_loss_scale
 from prefed.train.pair_cache import Rows, mismatched
 from prefed.train.pair_model import PairModel, ReferenceLogprobs, check_lengths
@@ -49,8 +51,9 @@ class PairTrainer:
     """Train and score the tensors of any client on a frozen backbone.
 
     If the pairs are choices between two letters (``tokens.letters``), the tensors belong to a selector. Its
-    objective is :data:`prefed.train.losses.CHOICE`, or :data:`prefed.train.losses.LATENT` if it has a latent
-    taste. All methods except :meth:`posteriors` raise ``ValueError`` for empty rows.
+    objective is :data:`prefed.train.losses.CHOICE`, :data:`prefed.train.losses.LATENT` if it has a latent
+    taste, or :data:`prefed.train.losses.MIXED` if clients mix rewards. All methods except :meth:`posteriors`
+    raise ``ValueError`` for empty rows.
 
     Args:
         backbone: the model; nothing else may use it.
@@ -95,12 +98,18 @@ class PairTrainer:
             self._loss_trainer = ChoiceTrainer(self.model, self.references)
         self._thumb_trainer = ThumbTrainer(self.model, self.references)
         self._latent: LatentTrainer | None = None
-        if Z in backbone.layout and tokens.letters is not None:
+        self._mixed: MixedRewardTrainer | None = None
+        reads_hidden = Z in backbone.layout or LOGITS in backbone.layout
+        if reads_hidden and tokens.letters is not None:
             tokenizer, context = backbone.tokenizer, backbone.window or sys.maxsize
             encoder = responses or ResponseEncoder(tokenizer, Template(tokenizer), context)
             features = ResponseFeatures(self.model, encoder, cache, f"{name}-responses")
-            self._latent = LatentTrainer(self.model, self.references, features)
-            self.trainers = {LATENT.name: self._latent}
+            if Z in backbone.layout:
+                self._latent = LatentTrainer(self.model, self.references, features)
+                self.trainers = {LATENT.name: self._latent}
+            else:
+                self._mixed = MixedRewardTrainer(self.model, features)
+                self.trainers = {MIXED.name: self._mixed}
 
     def trainer(self, objective: Objective) -> ObjectiveTrainer:
         """Return the trainer of an objective."""
@@ -166,6 +175,8 @@ class PairTrainer:
             return self._latent.orders(tensors, rows, z)
         if z is not None:
             raise ValueError("z is given, but this model has no latent taste")
+        if self._mixed is not None:
+            return self._mixed.orders(tensors, rows)
         self.backbone.load(tensors)
         return self.model.outputs(rows)
 

@@ -297,5 +297,5 @@ class Tastes(FedAvgBase):
 
     def taste_method(self, name: str, source: str, *exchanges: Exchange, **changes: Any) -> Method:
         """Return the method of these steps, with the fields of :class:`Method` in ``changes`` replaced."""
-        moves = {"personal": True, "predict": self.predict, "infer": self.infer}
+        moves = {"personal": True, "predict": self.predict, "infer": self.infer, "tastes": True}
         return self.method(name, source, *exchanges, **{**moves, **changes})

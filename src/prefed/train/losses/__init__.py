@@ -24,6 +24,7 @@ from prefed.train.losses.preference import (
 from prefed.train.losses.registry import (
     CHOICE,
     LATENT,
+    MIXED,
     OBJECTIVES,
     PPO,
     ObjectiveSpec,
@@ -35,6 +36,7 @@ from prefed.train.losses.registry import (
 __all__ = [
     "CHOICE",
     "LATENT",
+    "MIXED",
     "OBJECTIVES",
     "PPO",
     "ChoiceBatch",

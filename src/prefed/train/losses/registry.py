@@ -237,6 +237,12 @@ in a step; ``samples``, K of the estimate of a mixture's KL; ``temperature``, τ
 ``label``, index of the client's prototype, and ``own``, index of the client among its peers, −1 for none.
 """
 
+MIXED = ObjectiveSpec("mixed", "LoRe, arXiv:2504.14439, and PAL, arXiv:2406.08469", {"pairs": 0.0})
+"""Objective of rewards that clients mix. It is not in :data:`OBJECTIVES`, because it reads hidden states.
+
+See :mod:`prefed.train.mixed_rewards`. ``pairs``: train on so many of the client's pairs; 0 for all.
+"""
+
 CHOICE = _entry(choice, "FedBiscuit, ICLR 2025, eq. 3", needs_reference=False)
 """Objective of selectors. It is not in :data:`OBJECTIVES`, because it uses log-odds of choices."""
 
