@@ -25,8 +25,8 @@ REFUSE = {
     "fedbn": "norm",
 }
 """Method → the parts that it puts on a frozen model, with default settings."""
-TASTES = ("fedvpl", "fedvpa", "lore", "pal")
-"""Methods on hidden states of a frozen model."""
+FROZEN = ("fedvpl", "fedvpa", "lore", "pal", "icl")
+"""Methods on a frozen model that train no part of it."""
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_an_exported_model_loads(place, tmp_path):
     assert load_client(tmp_path / "model").extract().equal(result.server.tensors["model"])
 
 
-@pytest.mark.parametrize("method", sorted({*TASTES, *REFUSE}))
+@pytest.mark.parametrize("method", sorted({*FROZEN, *REFUSE}))
 def test_methods_with_parts_of_their_own_refuse(place, method):
     with pytest.raises(ConfigError, match=f"{method} adds its own parts to a frozen model") as refused:
         Experiment.model_validate({**experiment(place).model_dump(), "method": {"name": method}})
@@ -150,11 +150,11 @@ def test_all_other_methods_take_it(place):
     """Sixteen methods of a LoRA alone; FedPer too, without its head."""
     tree = experiment(place).model_dump()
     taken = set()
-    for name in METHODS.keys() - {*TASTES, *REFUSE}:
+    for name in METHODS.keys() - {*FROZEN, *REFUSE}:
         made = Experiment.model_validate({**tree, "method": {"name": name}})
         assert made.parts == {"weights"}
         taken.add(name)
-    assert len(taken) == len(METHODS) - 9
+    assert len(taken) == len(METHODS) - 10
     headless = Experiment.model_validate({**tree, "method": {"name": "fedper", "personal_head": False}})
     assert headless.parts == {"weights"}
     assert 'train = "full"' in to_toml(headless)

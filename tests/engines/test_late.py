@@ -17,7 +17,7 @@ from prefed.testing import QuadraticTrainer
 from toy import records
 
 LATE = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}
-LATE |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis"}
+LATE |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis", "lore", "pal"}
 """Methods whose merge is a mean of models. The others take no late uploads by default."""
 BUFFERED = {"server": "buffered", "buffer": 2, "speeds": "lognormal", "spread": 0.8}
 CLOCKED = ("time", "staleness", "visits", "lost")

@@ -21,7 +21,7 @@ from prefed.testing import QuadraticTrainer
 from toy import records
 
 AVERAGED = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}
-AVERAGED |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis"}
+AVERAGED |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis", "lore", "pal"}
 """Methods that can do without their server, with default settings."""
 SCHEDULES = [
     {"name": "ring"},

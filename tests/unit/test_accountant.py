@@ -278,7 +278,7 @@ def test_all_other_methods_go_with_a_kind():
     """And local noise with every merge rule: what a server makes of noised uploads tells nothing more."""
     from prefed.methods import METHODS
 
-    for name in set(METHODS) - {"centralized", "local", "fedbiscuit"}:
+    for name in set(METHODS) - {"centralized", "local", "icl", "fedbiscuit"}:
         experiment(privacy=LOCAL, method={"name": name})
         if name not in ("fedamp", "fedvpl", "fedvpa", "decdpo"):
             more = {"alignment": "off"} if name == "fedsdg" else {}

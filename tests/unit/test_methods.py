@@ -30,7 +30,7 @@ def make(name: str, merge: MergeConfig | None = None, rounds: int = 10, **settin
 @pytest.mark.parametrize("kind", METHODS.values(), ids=METHODS)
 def test_kinds_settings_and_methods_agree(kind):
     check_kind(kind)
-    assert kind.needs(kind.Settings()) & {"lora", "variational"}
+    assert kind.needs(kind.Settings()) & {"lora", "variational", "mixture", "examples"}
     assert make(kind.name).pooled == (kind.name == "centralized")
 
 

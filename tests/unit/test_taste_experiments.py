@@ -40,7 +40,7 @@ def test_every_cell_is_an_experiment():
     }
     assert counts["tastes/tastes"] == 3 * 10
     assert (counts["tastes/ceilings"], counts["tastes/lora"]) == (4 * 2, 2)
-    assert (counts["tastes/mixtures"], counts["tastes/mixtures-rates"]) == (2 * 4, 12)
+    assert (counts["tastes/mixtures"], counts["tastes/mixtures-rates"]) == (2 * 4, 10)
     assert (counts["smollm2/tastes"], counts["smollm2/tastes-rates"]) == (3 * 4, 3)
     assert counts["smollm2/ceilings"] == 2
     for cell in CELLS.values():

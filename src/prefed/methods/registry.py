@@ -111,6 +111,7 @@ METHODS = Registry(
             MethodKind("scaffold", "FedDPO with control variates against client drift"),
             MethodKind("centralized", "DPO on the pooled pairs of all clients"),
             MethodKind("local", "DPO on each client without communication", personal=True),
+            MethodKind("icl", "a client's own pairs as examples, no training", personal=True, rounds=1),
             MethodKind("fedpdpo", "shared LoRA; personal bottleneck, head and reward head", personal=True),
             MethodKind("fedper", "LoRA shared in the first blocks, personal in the others", personal=True),
             MethodKind("fedrep", "shared LoRA and a personal head, trained alternately", personal=True),

@@ -32,6 +32,9 @@ from prefed.models.tastes import (
     VariationalSelector,
 )
 
+EXAMPLES = "examples"
+"""Part with the number of examples before a prompt."""
+EXAMPLE_COUNT = f"{EXAMPLES}/count"
 WEIGHTS = "weights"
 """Part with all weights of the model: nothing is frozen, and there is no LoRA."""
 
@@ -328,6 +331,11 @@ def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
         yield ParameterSpec(Entry(name, tuple(start.shape), part), start)
 
 
+def _examples(context: PartContext) -> Iterator[ParameterSpec]:
+    """The number of examples before a prompt, initially 0; see :mod:`prefed.data.examples`."""
+    yield ParameterSpec(Entry(EXAMPLE_COUNT, (1,), EXAMPLES), torch.zeros(1))
+
+
 def _mixture(part: str, context: PartContext) -> Iterator[ParameterSpec]:
     """A part of rewards that clients mix, which are computed from the backbone's parameters."""
     tensors = mixture_starts(part, context.config.mixture, _check_layer(context), context.key)
@@ -359,6 +367,7 @@ PART_BUILDERS: dict[str, Callable[[PartContext], Iterator[ParameterSpec]]] = {
     "head": _head,
     "reward": _reward,
     "value": _value,
+    EXAMPLES: _examples,
     TASTE_MAP: _taste_map,
     **{part: functools.partial(_taste, part) for part in (VARIATIONAL, PROTOTYPES, POSTERIOR, LATENT)},
     **{part: functools.partial(_mixture, part) for part in (BASIS, IDEAL, MIXTURE)},

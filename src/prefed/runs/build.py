@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,10 +29,14 @@ from prefed.methods.base import ClusterSettings, with_ranks
 from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_pretrained
 from prefed.models.pretrained import with_dtype
+from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.reference import reference_folder
 from prefed.train.loss_trainer import check_feedback
 from prefed.train.metrics import find_metrics
 from prefed.train.pair_trainer import PairTrainerFactory
+
+if TYPE_CHECKING:
+    from prefed.data.examples import ExampleEncoder
 
 _log = logging.getLogger("prefed")
 
@@ -129,7 +133,20 @@ def build_trainers(
         unseen=unseen_clients(experiment, dataset),
         reward_model=ppo.reward_model if ppo else None,
         responses=response_encoder(experiment, backbone),
+        examples=example_encoder(experiment, backbone),
     )
+
+
+def example_encoder(experiment: Experiment, backbone: Backbone) -> ExampleEncoder | None:
+    """Return the encoder of examples for a method that judges with them; ``None`` for other methods."""
+    if EXAMPLES not in backbone.needs:
+        return None
+    from prefed.data.examples import ExampleEncoder
+
+    data, tokenizer = experiment.data, backbone.tokenizer
+    most = min(data.max_length, backbone.window or data.max_length)
+    key = Key(experiment.seed).at(EXAMPLES)
+    return ExampleEncoder(tokenizer, Template(tokenizer, data.template), most, key)
 
 
 def response_encoder(experiment: Experiment, backbone: Backbone) -> ResponseEncoder | None:

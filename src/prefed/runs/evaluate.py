@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from prefed.core.text import pluralize
-from prefed.engines.evaluation import evaluate_client, evaluate_newcomer, pair_figures
-from prefed.runs.build import response_encoder
+from prefed.engines.evaluation import Score, evaluate_client, evaluate_newcomer, pair_figures
+from prefed.runs.build import example_encoder, response_encoder
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
 from prefed.runs.tastes import OWN, is_one_taste, split_taste
@@ -23,6 +22,7 @@ from prefed.train.metrics import (
     not_finite_counts,
     small_clients_note,
 )
+from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import check_lengths
 
 Progress = Callable[[int, int], None]
@@ -166,10 +166,15 @@ def evaluate_file(
             max_tokens=run.experiment.engine.max_tokens,
             fast=run.experiment.model.fast,
             responses=response_encoder(run.experiment, run.backbone),
+            examples=example_encoder(run.experiment, run.backbone),
         )
+
+        def scorer(client: str, own: Rows) -> Score:
+            return lambda model: pair_trainer.score(model, own, run.trainers.examples(client, model))
+
         figures: dict[str, dict[str, float]] = {}
         for client, own in rows.items():
-            score = partial(pair_trainer.score, rows=own)
+            score = scorer(client, own)
             if common and not one_taste:
                 figures[client] = pair_figures(run.job, score(run.published_model))
             else:

@@ -15,6 +15,8 @@ from prefed.core.text import printable
 from prefed.models import Backbone, ModelConfig, save_adapter, save_client, save_merged
 from prefed.models.adapters import ABOUT, EXPORTED
 from prefed.models.quiet_libraries import silence_transformers
+from prefed.models.trainable_parts import EXAMPLES
+from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import load_run
 from prefed.runs.tastes import needs_pairs
 
@@ -111,6 +113,11 @@ def write_model(
     silence_transformers()
     loaded_run = load_run(run, data=needs_pairs(taste), best=best)
     backbone, name = loaded_run.backbone, None
+    if EXAMPLES in backbone.needs:
+        raise RunError(
+            f"{run}: {loaded_run.method.name} trains nothing, so there is nothing to export: use the base "
+            f"model {backbone.config.name!r}, with a client's pairs as examples in the prompt"
+        )
     more: tuple[str, ...] = ()
     if taste is not None or aligned:
         from prefed.runs.responses import Models

@@ -20,6 +20,7 @@ from prefed.data import Prompt, Template
 from prefed.data.encoding import continuation_text
 from prefed.models import Backbone, ModelConfig
 from prefed.models.backbone import model_digest
+from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.align import FOLDER, stored_settings
 from prefed.runs.append_log import Journal
 from prefed.runs.finished_run import RunError
@@ -185,6 +186,11 @@ class Models:
         """
         run = self._run
         name = run.record.name
+        if EXAMPLES in run.backbone.needs:
+            raise RunError(
+                f"{run.record.path}: {run.method.name} judges pairs with the base model, and has no other "
+                "that generates text"
+            )
         if taste is not None and not self.takes_tastes:
             raise RunError(
                 f"{run.record.path} has no model that takes tastes; with a run of fedvpl or fedvpa: "

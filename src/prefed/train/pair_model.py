@@ -36,6 +36,7 @@ class PairModel:
         max_tokens: maximum number of tokens per forward pass; larger batches are split into groups.
         fast: use packed batches if the model's family supports them.
         tastes: ``[len(tokens), d_z]``, the taste of each pair; ``None`` for a model without a taste map.
+        longest: length of the longest sequence, if that of the pairs is shorter.
 
     Attributes:
         forward: pairs → log-probabilities, or log-odds of choices; see :func:`choose_forward`.
@@ -52,13 +53,14 @@ class PairModel:
         max_tokens: int,
         fast: bool,
         tastes: torch.Tensor | None = None,
+        longest: int = 0,
     ) -> None:
         if tastes is not None and len(tastes) != len(tokens):
             raise ValueError(f"got {len(tastes)} tastes for {len(tokens)} pairs; pass one taste per pair")
         self.backbone, self.tokens, self.max_tokens = backbone, tokens, max_tokens
         self._tastes = None if tastes is None else tastes.to(backbone.device)
         self._vocabulary = len(backbone.causal.get_output_embeddings().weight)
-        longest = longest_sequence(tokens)
+        longest = max(longest, longest_sequence(tokens))
         self.forward = choose_forward(backbone, fast=fast, longest=longest, letters=tokens.letters)
         self._packed = isinstance(self.forward, PackedForward)
 

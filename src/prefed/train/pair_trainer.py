@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,22 +14,26 @@ import torch
 
 from prefed.core import POOLED, Key, Objective, Ownership, Phase, PhaseResult, Round, Tensors, Upload
 from prefed.core.tensors import Layered
-from prefed.data import ClientData, ClientSizes, FederatedDataset, ResponseEncoder, Template, TokenSet
+from prefed.data import ClientData, ClientSizes, FederatedDataset, Record, ResponseEncoder, Template, TokenSet
 from prefed.data.tokens import thumbs
 from prefed.models import Backbone
 from prefed.models.adapters import save_adapter
 from prefed.models.backbone import model_digest
 from prefed.models.mixed_rewards import LOGITS
+from prefed.models.trainable_parts import EXAMPLE_COUNT
 from prefed.train.loss_trainer import ChoiceTrainer, LossTrainer, ThumbTrainer
 from prefed.train.losses import LATENT, MIXED, PPO, reads_thumbs
 from prefed.train.metrics import ChoiceScores, PairScores, ThumbScores
-from prefed.train.mixed_rewards import MixedRewardTrainer
 from prefed.train.optimizer_steps import Visit, first_loss_scale
 from prefed.train.pair_cache import Rows, mismatched
 from prefed.train.pair_model import PairModel, ReferenceLogprobs, check_lengths
 from prefed.train.ppo import PPOTrainer
 from prefed.train.rewards import Rewards
 from prefed.train.tastes import LatentTrainer, ResponseFeatures, Z
+
+if TYPE_CHECKING:
+    from prefed.data.examples import ExampleEncoder
+    from prefed.train.mixed_rewards import MixedRewardTrainer
 
 
 class ObjectiveTrainer(Protocol):
@@ -67,6 +71,7 @@ class PairTrainer:
             tokenizer and context.
         tastes: ``[len(tokens), d_z]``, the taste of each pair for a policy with a taste map. They are
             constants and do not change the reference.
+        examples: puts examples before prompts, for a method that judges with them.
 
     Attributes:
         trainers: objective → its trainer, except for the losses in :data:`prefed.train.losses.OBJECTIVES`.
@@ -84,10 +89,15 @@ class PairTrainer:
         rewards: Rewards | None = None,
         responses: ResponseEncoder | None = None,
         tastes: torch.Tensor | None = None,
+        examples: ExampleEncoder | None = None,
     ) -> None:
         self.backbone = backbone
         backbone.loss_scale = first_loss_scale(backbone)
-        self.model = PairModel(backbone, tokens, max_tokens=max_tokens, fast=fast, tastes=tastes)
+        longest = examples.max_length if examples else 0
+        self.model = PairModel(
+            backbone, tokens, max_tokens=max_tokens, fast=fast, tastes=tastes, longest=longest
+        )
+        self.examples = examples
         self.references = ReferenceLogprobs(self.model, cache, name)
         self.trainers: Mapping[str, ObjectiveTrainer] = {}
         self._loss_trainer: LossTrainer
@@ -108,6 +118,8 @@ class PairTrainer:
                 self._latent = LatentTrainer(self.model, self.references, features)
                 self.trainers = {LATENT.name: self._latent}
             else:
+                from prefed.train.mixed_rewards import MixedRewardTrainer
+
                 self._mixed = MixedRewardTrainer(self.model, features)
                 self.trainers = {MIXED.name: self._mixed}
 
@@ -120,10 +132,15 @@ class PairTrainer:
         """Return a visit to the pairs ``rows``."""
         return PairVisit(rows, key, ownership, self)
 
-    def score(self, tensors: Tensors, rows: Rows) -> PairScores | ChoiceScores | ThumbScores:
+    def score(
+        self, tensors: Tensors, rows: Rows, examples: Sequence[Record] = ()
+    ) -> PairScores | ChoiceScores | ThumbScores:
         """Score ``rows`` under ``tensors`` and under the base model, without dropout.
 
         Scores are log-probabilities, or log-odds if the pairs are choices.
+
+        Args:
+            examples: pairs that come before the prompts under ``tensors``, not under the base model.
 
         Raises:
             ValueError: some of ``rows`` are pairs and some thumbs.
@@ -142,13 +159,24 @@ class PairTrainer:
             return ChoiceScores(orders=signs * orders, baseline=signs * self.references.scoring.get(rows))
         self.backbone.load(tensors)
         has_rewards = self.backbone.reward is not None
-        outputs = self.model.outputs(rows, rewards=has_rewards)
+        outputs = self._after(examples, rows) if examples else self.model.outputs(rows, rewards=has_rewards)
         return PairScores(
             policy=outputs[:, :2],
             reference=self.references.scoring.get(rows),
             lengths=self.model.tokens.lengths[rows, 1:],
             rewards=outputs[:, 2:] if has_rewards else None,
         )
+
+    def _after(self, examples: Sequence[Record], rows: Rows) -> npt.NDArray[np.float32]:
+        """Return ``[n, 2]`` log-probabilities of the responses of ``rows`` after ``examples``."""
+        assert self.examples is not None
+        outputs = []
+        with torch.inference_mode():
+            # Examples fill a pass, so each pair is a pass by itself.
+            for row in rows:
+                pair = self.examples.encode(self.model.tokens.record(int(row)), examples)
+                outputs.append(self.model.forward([pair], rejected=True, rewards=False, tastes=None).cpu())
+        return torch.cat(outputs).numpy()
 
     def choice_scores(
         self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None
@@ -286,6 +314,7 @@ class PairTrainerFactory:
         unseen: clients whose pairs are never trained on, even by pooled methods.
         reward_model: folder or hub name of the model that scores responses, for offline PPO.
         responses: see :class:`~prefed.train.PairTrainer`.
+        examples: see :class:`~prefed.train.PairTrainer`.
 
     Raises:
         ModelError: the longest pair of a client exceeds the model's context.
@@ -302,6 +331,7 @@ class PairTrainerFactory:
         unseen: Sequence[str] = (),
         reward_model: str | None = None,
         responses: ResponseEncoder | None = None,
+        examples: ExampleEncoder | None = None,
     ) -> None:
         self.backbone, self.dataset, self._unseen = backbone, dataset, frozenset(unseen)
         rows = [
@@ -323,6 +353,7 @@ class PairTrainerFactory:
             fast=fast,
             rewards=rewards,
             responses=responses,
+            examples=examples,
         )
 
     @property
@@ -357,7 +388,16 @@ class PairTrainerFactory:
         self, client: str, tensors: Tensors, split: Literal["train", "validation", "test"]
     ) -> PairScores | ChoiceScores | ThumbScores:
         """Return the scores of a split of a client's pairs under ``tensors`` (full layout)."""
-        return self.pair_trainer.score(tensors, getattr(self._data(client), split))
+        rows = getattr(self._data(client), split)
+        return self.pair_trainer.score(tensors, rows, self.examples(client, tensors))
+
+    def examples(self, client: str, tensors: Tensors) -> list[Record]:
+        """Return the training pairs of a client that come before the prompts of its model ``tensors``."""
+        encoder = self.pair_trainer.examples
+        if encoder is None:
+            return []
+        rows = encoder.draw(client, self._data(client).train, int(tensors[EXAMPLE_COUNT]))
+        return [self.dataset.tokens.record(int(row)) for row in rows]
 
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:
         """Write ``tensors`` as a PEFT adapter folder."""

@@ -21,8 +21,8 @@ MIXTURE = "mixture"
 class MixingSettings(SelectorSettings):
     """Settings of rewards that clients mix."""
 
-    lr: float = Field(1e-2, gt=0, description="learning rate of the shared rewards")
-    weights_lr: float = Field(0.3, gt=0, description="learning rate of a client's weights")
+    lr: float = Field(3e-2, gt=0, description="learning rate of the shared rewards")
+    weights_lr: float = Field(1.0, gt=0, description="learning rate of a client's weights")
     local_steps: int | None = Field(
         2, ge=1, description=SelectorSettings.model_fields["local_steps"].description
     )
