@@ -60,6 +60,7 @@ from prefed.models.families import FAMILIES
 from prefed.train import PairTrainer
 
 BETA, LR, RANK = 0.1, 1e-4, 8
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "mkldnn::_linear_pointwise"}
 PEERS = {
     "trl": (False, False),
     "trl, reference precomputed": (True, False),
@@ -205,7 +206,7 @@ def shares(side: Prefed, rows: np.ndarray) -> dict[str, float]:
         "all else": 0.0,
     }
     for event in trace.key_averages(group_by_input_shape=True):
-        if event.key in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm"):
+        if event.key in PRODUCTS:
             lora = any(RANK in shape for shape in event.input_shapes)
             kind = "products with LoRA's" if lora else "products with frozen weights"
         else:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from prefed.models.matmul import matmul
+
 
 class _LoraLinear(torch.autograd.Function):
     """y = x Wᵀ + b + s (z Aᵀ) Bᵀ with a frozen W, in one pass over y; z is x, or x after dropout.
@@ -26,7 +28,7 @@ class _LoraLinear(torch.autograd.Function):
         b: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+        y = matmul(x, weight.t(), bias)
         a, bt = a.to(x.dtype), b.t().to(x.dtype).contiguous()
         source = x if z is None else z
         u = (a @ source.t()).t()
@@ -43,7 +45,7 @@ class _LoraLinear(torch.autograd.Function):
         du = (dy @ bt.t()).mul_(ctx.scale) if need_a or need_x or need_z else None
         dx = dz = da = db = None
         if need_x:
-            dx = dy @ weight
+            dx = matmul(dy, weight)
             if not ctx.dropped and du is not None:
                 dx.addmm_(du, a)
         if need_z and du is not None:

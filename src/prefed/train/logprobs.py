@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from prefed.models.matmul import matmul
+
 BLOCK = 2048
 """Vocabulary entries per block on a CPU; their rows of the head stay in the cache for both products."""
 
@@ -34,7 +36,7 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     known = hasattr(torch.ops.aten.mm, "dtype") and not torch.version.hip  # PyTorch 2.8 and later
     if known and left.device.type == "cuda" and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
+    return matmul(left, right)
 
 
 def update_scores(
@@ -94,10 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
             total.mul_(fade).add_(logits.sum(1, keepdim=True))
             if mean is not None:
                 mean.mul_(fade)
-                if block.dtype == torch.float32:
-                    mean.addmm_(logits, block)
-                else:
-                    mean.add_(product(logits.to(block.dtype), block))
+                mean.add_(product(logits.to(block.dtype), block))
             if keep:
                 blocks.append((logits, top))
             peak = top
@@ -216,10 +215,7 @@ class _TokenTerms(torch.autograd.Function):
             share = slope.exp()
             slope = slope.add_(entropy).mul_(-to_entropy).sub_(to_logprob).mul_(share).to(dtype)
             if grad_hidden is not None:
-                if dtype == torch.float32:
-                    grad_hidden.addmm_(slope, block)
-                else:
-                    grad_hidden += product(slope, block)
+                grad_hidden += product(slope, block)
             if grad_weight is not None:
                 grad_weight[start : start + size] = product(slope.t(), hidden)
         if grad_weight is not None:
