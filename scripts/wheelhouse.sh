@@ -22,10 +22,13 @@ out=$1 extra=${2:-site}
     exit 1
 }
 torch=${TORCH:-$(sed -n 's/^TORCH *?= *//p' "$here/Makefile")}
+mkdir -p "$(dirname "$out")"
+out=$(cd "$(dirname "$out")" && pwd)/$(basename "$out")
+final=$out out=$out.unfinished
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'rm -rf "$work" "$out"' EXIT
+rm -rf "$out"
 mkdir -p "$out/wheels"
-out=$(cd "$out" && pwd)
 
 "${PYTHON:-python3}" -m venv "$work/venv"
 pip() { "$work/venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
@@ -82,5 +85,8 @@ cyclonedx-py environment "$work/clean/bin/python" --pyproject "$here/pyproject.t
     exit 1
 }
 sums
+mv "$out" "$final"
+out=$final
+trap 'rm -rf "$work"' EXIT
 echo "$out: prefed[$extra] for Python $(cat "$out/python"), $(ls "$out/wheels" | wc -l) wheels, $(du -sm "$out" | cut -f1) MB"
 echo "sha256 of its SHA256SUMS: $(sha256sum "$out/SHA256SUMS" | cut -d' ' -f1)"
