@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import socket
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -116,6 +118,14 @@ def test_extras_are_those_of_the_metadata(monkeypatch):
         environment, "requires", lambda name: ["torch", *lines, 'prefed[a,b]; extra == "both"']
     )
     assert [environment._is_here(name) for name in ("a", "b", "c", "both")] == [True, False, False, False]
+
+
+def test_every_listed_extra_is_documented():
+    """Extras that doctor names, installed or not, are those of the page on installation."""
+    page = (Path(__file__).parents[2] / "docs/install.md").read_text()
+    listed = set(re.findall(r"[a-z]+", seen()[1]["extras"][1])) - {"not"}
+    rows = re.findall(r"^\| ((?:`[a-z]+`(?:, )?)+) \|", page, flags=re.MULTILINE)
+    assert listed == {name for row in rows for name in re.findall(r"[a-z]+", row)}
 
 
 def test_a_site_needs_its_kit_and_its_model(place, monkeypatch):

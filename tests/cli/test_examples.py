@@ -97,6 +97,21 @@ def test_no_server(play: Any) -> None:
     assert result.summary["preference_accuracy"]["mean"] > result.summary["baseline_accuracy"]["mean"] + 0.1
 
 
+@pytest.mark.timeout(600)
+def test_three_sites(play: Any) -> None:
+    """The two others outvote the east, so the shared model serves it worse than its personal one does. That
+    one is exported at the site, where its private state is, and no process is left."""
+    pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
+    names = play("three-sites")
+    summary = names["record"].summary
+    own, shared = (summary[f"{name}_accuracy"]["per_client"]["east"] for name in ("preference", "shared"))
+    assert own > shared + 0.2
+    assert summary["preference_accuracy"]["mean"] > summary["baseline_accuracy"]["mean"] + 0.2
+    assert Path("prefed-examples/east/adapter_model.safetensors").is_file()
+    assert list(Path("prefed-examples/wards/east/state").glob("runs/*/clients/east@*"))
+    assert all(process.poll() is not None for process in names["sites"])
+
+
 def test_own_method(play: Any) -> None:
     """The LoRA of one of two equal blocks is sent: half of the trained numbers."""
     summary = play("own-method")["result"].summary

@@ -31,7 +31,7 @@ from prefed.runs.dry_run import existing_parent
 from prefed.runs.start_or_resume import is_place
 from prefed.runs.track import usable
 
-DEVELOPMENT = {"test", "docs", "dev"}
+DEVELOPMENT = {"test", "docs", "dev", "release"}
 """Extras that no command needs."""
 
 
