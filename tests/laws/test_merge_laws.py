@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -21,7 +22,7 @@ from prefed.merge import (
     similarity_attention,
 )
 from prefed.merge.flat import weighted_mean
-from prefed.merge.lora import residuals
+from prefed.merge.lora import residuals, stacked
 from prefed.merge.rules import coordinate_median, trimmed_mean
 
 RANK, INNER, OUTER = 2, 4, 3
@@ -57,7 +58,7 @@ def configs() -> list[MergeConfig]:
     for rule, weights, lora, optimizer in product(
         ("mean", "median", "trimmed_mean", "krum", "multi_krum", "norm_clip"),
         ("samples", "uniform", "mass", "qffl", "afl"),
-        ("fedit", "fedex", "flexlora"),
+        ("fedit", "fedex", "flexlora", "flora"),
         ("none", "fedavgm", "fedadam"),
     ):
         table: dict[str, Any] = {
@@ -85,10 +86,10 @@ def same(first: Tensors, second: Tensors) -> bool:
 
 
 def test_combinations_are_many() -> None:
-    """6 rules × 5 weights × (fedit with 3 optimisers + fedex + flexlora), less: mass, qffl and afl with the
-    four rules that drop weights, 3 · 4 · 5; and, under the other two, median and trimmed_mean with fedex and
-    flexlora, 8."""
-    assert len(CONFIGS) == 6 * 5 * 5 - 3 * 4 * 5 - 8
+    """6 rules × 5 weights × (fedit with 3 optimisers + fedex + flexlora + flora), less: mass, qffl and afl
+    with the four rules that drop weights, 3 · 4 · 6; and, under the other two, median and trimmed_mean with
+    the three rules that merge products, 12."""
+    assert len(CONFIGS) == 6 * 5 * 6 - 3 * 4 * 6 - 12
 
 
 @given(federations(least=3), st.sampled_from(CONFIGS), st.randoms(use_true_random=False))
@@ -121,8 +122,8 @@ def test_mean_of_equals_is_that_value(dtype: torch.dtype, numbers: list[float], 
 def test_equal_updates_give_that_update(
     federation: tuple[Tensors, list[Upload], Round], config: MergeConfig
 ) -> None:
-    """Under every rule without an optimiser: exactly, and for flexlora in the factors' product. With
-    the mass the current model is made equal, too."""
+    """Under every rule without an optimiser: exactly, for flexlora in the factors' product, and for flora in
+    the residual, which that product is added to. With the mass the current model is made equal, too."""
     model, uploads, now = federation
     common = uploads[0].tensors["model"]
     aggregator = Aggregator(config.model_copy(update={"optimizer": ServerOptimizer()}), WHOLE, SCALING)
@@ -135,6 +136,14 @@ def test_equal_updates_give_that_update(
     if config.lora == "flexlora":
         torch.testing.assert_close(after[B.name] @ after[A.name], common[B.name] @ common[A.name])
         assert torch.equal(after[HEAD.name], common[HEAD.name])
+    elif config.lora == "flora":
+        more = SCALING * (common[B.name].double() @ common[A.name].double())
+        torch.testing.assert_close(
+            after[W.name].double(), model[W.name].double() + more, rtol=1e-5, atol=1e-5
+        )
+        assert not after[B.name].any()
+        assert torch.equal(after[HEAD.name], common[HEAD.name])
+        return
     else:
         assert torch.equal(after.select(SENT.names).flat, common.flat)
     assert torch.equal(after[W.name], model[W.name])
@@ -247,6 +256,36 @@ def test_fedex_loses_nothing(federation: tuple[Tensors, list[Upload], Round]) ->
     ((_, exact),) = residuals(values, weights, after.select([A.name, B.name]), SCALING)
     ours = SCALING * after[B.name].double() @ after[A.name].double() + exact
     torch.testing.assert_close(ours, SCALING * products(uploads), rtol=1e-12, atol=1e-12)
+
+
+@given(federations(), st.lists(st.integers(1, RANK), min_size=7, max_size=7))
+def test_flora_loses_nothing_for_any_ranks(
+    federation: tuple[Tensors, list[Upload], Round], ranks: list[int]
+) -> None:
+    """The residual grows by s Σ p_i B_i A_i of the unpadded factors: to 1e-12 before it is rounded. The next
+    round has B = 0, and an A within ±1/√in that is none of the clients' and another one in each round."""
+    model, uploads, now = federation
+    expected, padded = torch.zeros(OUTER, INNER, dtype=torch.float64), []
+    total = sum(upload.weight for upload in uploads)
+    for upload, rank in zip(uploads, ranks, strict=False):
+        value = upload.tensors["model"].clone()
+        low_b, low_a = value[B.name][:, :rank].double(), value[A.name][:rank].double()
+        expected += SCALING * upload.weight / total * (low_b @ low_a)
+        value[B.name][:, rank:] = 0.0
+        value[A.name][rank:] = 0.0
+        padded.append(Upload(upload.client, upload.weight, {"model": value}, sent_at=1))
+    values, weights = [u.tensors["model"] for u in padded], [u.weight / total for u in padded]
+    ((_, exact),) = stacked(values, weights, SCALING)
+    torch.testing.assert_close(exact, expected, rtol=1e-12, atol=1e-12)
+    aggregator = Aggregator(MergeConfig(lora="flora"), WHOLE, SCALING)
+    state = aggregator.init(model)
+    after = aggregator.merge(state, padded, now).tensors["model"]
+    grown = after[W.name].double() - model[W.name].double()
+    torch.testing.assert_close(grown, expected, rtol=1e-5, atol=1e-5)
+    assert not after[B.name].any()
+    assert 0 < float(after[A.name].abs().max()) <= INNER**-0.5
+    later = aggregator.merge(state, padded, replace(now, key=Key(1))).tensors["model"]
+    assert not torch.equal(later[A.name], after[A.name])
 
 
 @given(federations(), seeds)

@@ -9,7 +9,7 @@ from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
 from prefed.testing import Run, crowd, initial, simulate
 
-RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora")
+RULES = ("fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora", "flora")
 problems = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 10**6),

@@ -89,7 +89,7 @@ def inspect(case: str, problem: Problem) -> tuple[str, ...]:
         (case, rule)
         for case in CASES
         for rule in RULES
-        if "mixing" not in case or rule not in ("fedex", "flexlora")
+        if "mixing" not in case or rule not in ("fedex", "flexlora", "flora")
         if ("no server" not in case and case != "decdpo") or rule in ("fedit", "ffa", "fedsa")
     ],
 )

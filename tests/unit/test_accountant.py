@@ -258,7 +258,7 @@ REFUSED = [
             {"privacy": CENTRAL, "merge": {"weights": "uniform", "lora": rule}},
             "needs the product of each client",
         )
-        for rule in ("fedex", "flexlora")
+        for rule in ("fedex", "flexlora", "flora")
     ),
     ({"privacy": CENTRAL, "method": {"name": "fedsdg"}}, "alignment weights each upload"),
     ({"privacy": CENTRAL, "method": {"name": "decdpo"}}, "party has the mean"),

@@ -27,12 +27,13 @@ ONE = Layout((Entry("lora/0/q/A", (1, 1), "lora", 0, "A"), Entry("lora/0/q/B", (
         ("fedsa", "shared personal shared frozen"),
         ("fedex", "shared shared shared shared"),
         ("flexlora", "shared shared shared frozen"),
+        ("flora", "shared shared shared shared"),
     ],
 )
 def test_owners(rule: str, owners: str) -> None:
-    """Of A, B, a head and a residual; only fedex has use for the last."""
+    """Of A, B, a head and a residual; only fedex and flora have use for the last."""
     assert [owner(rule, entry) for entry in LAYOUT.entries] == [Owner(name) for name in owners.split()]
-    assert needs(rule) == ({"residual"} if rule == "fedex" else set())
+    assert needs(rule) == ({"residual"} if rule in ("fedex", "flora") else set())
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from prefed.core.strict_settings import StrictModel
 from prefed.data import DataConfig, SelectorConfig
 from prefed.engines.simulated_fleet import FleetConfig
 from prefed.merge import MergeConfig, lora
+from prefed.merge.config import PRODUCT_RULES
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.lora import LORA
 from prefed.methods import METHODS
@@ -390,7 +391,7 @@ def needs_single_uploads(experiment: Experiment) -> Iterator[str]:
         yield "[merge] ranks gives uploads different shapes, which have no mean: remove it"
     if merge.by_loss:
         yield f"[merge] weights = {merge.weights!r} needs each client's loss: use 'samples' or 'uniform'"
-    if merge.lora in ("fedex", "flexlora"):
+    if merge.lora in PRODUCT_RULES:
         yield (
             f"[merge] lora = {merge.lora!r} needs the product of each client's factors, but only the mean of "
             "the factors is available: use another value"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefed.core import Entry, Layout, Owner, Ownership, Plain, Round, State, Tensors, Upload
+from prefed.core import Entry, Key, Layout, Owner, Ownership, Plain, Round, State, Tensors, Upload
 from prefed.merge import lora, optimizers, rules
 from prefed.merge.config import MergeConfig
 from prefed.merge.fairness import MIXTURE, afl
@@ -38,7 +38,7 @@ class Aggregator:
     Attributes:
         config: the ``[merge]`` table.
         layout: layout of the model.
-        scaling: s = α / rank of its LoRA, used only by ``fedex``.
+        scaling: s = α / rank of its LoRA, used only by ``fedex`` and ``flora``.
 
     >>> import torch
     >>> from prefed.core import Key
@@ -70,15 +70,15 @@ class Aggregator:
         """Return the initial server state: ``shared`` in ``group``, and the state of the server optimiser.
 
         Raises:
-            ValueError: the rule is ``fedex``, and a LoRA module has no residual.
+            ValueError: the rule is ``fedex`` or ``flora``, and a LoRA module has no residual.
         """
-        if self.config.lora == "fedex":
+        if lora.needs(self.config.lora):
             residuals = [module.residual for module in lora.modules(shared.layout)]
             missing = [name for name in residuals if name not in shared.layout]
             if missing:
                 raise ValueError(
-                    f"lora 'fedex' needs a dense residual for each LoRA module; the model lacks {missing[0]} "
-                    f"and {len(missing) - 1} more, so build it with the part {lora.RESIDUAL!r}"
+                    f"lora {self.config.lora!r} needs a dense residual for each LoRA module; the model lacks "
+                    f"{missing[0]} and {len(missing) - 1} more, so build it with the part {lora.RESIDUAL!r}"
                 )
         memory = optimizers.slots(self.config.optimizer, lora.without_residuals(shared))
         return State({group: shared, **{_key(name, group): value for name, value in memory.items()}})
@@ -96,7 +96,7 @@ class Aggregator:
 
         Applies the robust rule, the weights with staleness discount, the LoRA rule and the server optimiser,
         in this order. Uploads without ``group`` are ignored. Tensors that are not merged keep their values,
-        as do residuals unless the rule is ``fedex``.
+        as do residuals unless the rule is ``fedex`` or ``flora``.
 
         Args:
             state: from :meth:`init` or the last merge.
@@ -151,7 +151,7 @@ class Aggregator:
         else:
             weights = normalize(weights)
         merged = rules.center(self.config, values, weights)
-        changes = self._lora(whole, merged, values, weights, figures)
+        changes = self._lora(whole, merged, values, weights, now.key, figures)
         merged = merged.replace({name: value for name, value in changes.items() if name in merged})
         memory = {
             name: state.tensors[_key(name, group)]
@@ -228,6 +228,10 @@ class Aggregator:
         mean = weighted_mean(models, masses)
         if self.config.lora == "flexlora":
             return mean.replace(lora.flexlora(models, masses)[0])
+        if self.config.lora == "flora":
+            more = lora.stacked(models, masses, self.scaling)
+            zero = {module.b: mean[module.b] * 0.0 for module in lora.modules(mean.layout)}
+            return mean.replace({**zero, **{name: mean[name].double() + value for name, value in more}})
         if self.config.lora == "fedex":
             lost = lora.residuals(models, masses, mean, self.scaling)
             return mean.replace({name: mean[name].double() + more for name, more in lost})
@@ -244,6 +248,7 @@ class Aggregator:
         merged: Tensors,
         values: Sequence[Tensors],
         weights: Sequence[float],
+        key: Key,
         figures: dict[str, float],
     ) -> dict[str, Tensor]:
         """Return the tensors that the LoRA rule does not set to the mean. Adds to ``figures``."""
@@ -255,6 +260,10 @@ class Aggregator:
         if self.config.lora == "flexlora":
             factors, figures["truncation_error"] = lora.flexlora(values, weights)
             return factors
+        if self.config.lora == "flora":
+            products = lora.stacked(values, weights, self.scaling)
+            new = {name: whole[name].double() + product for name, product in products}
+            return {**new, **lora.restarted(merged.layout, key)}
         if self.config.lora == "fedex":
             return {
                 name: whole[name].double() + lost

@@ -12,8 +12,10 @@ from prefed.core import Tensors
 from prefed.core.plugins import OWN, Registry, is_code
 from prefed.core.strict_settings import StrictModel
 
-LoraRule = Literal["fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora"]
+LoraRule = Literal["fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora", "flora"]
 """How to merge the two factors of a LoRA."""
+PRODUCT_RULES: frozenset[LoraRule] = frozenset({"fedex", "flexlora", "flora"})
+"""The rules that merge the products B A, so they need each client's factors."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class MergeConfig(StrictModel):
         "fedit",
         description="fedit averages A and B separately; ffa freezes A; rolora alternates between B and A; "
         "fedsa keeps B on the client; fedex adds the error of averaging to the base; flexlora factors the "
-        "mean product",
+        "mean product; flora stacks the factors, adds the mean product to the base and starts a new LoRA",
     )
     ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(
         {},
@@ -197,7 +199,7 @@ class MergeConfig(StrictModel):
                 "ranks cannot be combined with lora 'ffa', whose frozen A has the rank of the model; use "
                 "another lora"
             )
-        if self.lora in ("fedex", "flexlora"):
+        if self.lora in PRODUCT_RULES:
             if self.kind.replaces_mean:
                 raise ValueError(
                     f"lora {self.lora!r} needs the mean of the products BA, which the coordinate-wise rule "

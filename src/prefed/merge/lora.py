@@ -11,11 +11,12 @@ rolora     shared, shared   as fedit; odd rounds train B, even rounds A       ar
 fedsa      shared, personal averages A                                        arXiv:2410.01463
 fedex      shared, shared   as fedit, and adds mean(B A) − B̄ Ā to the base    arXiv:2410.09432
 flexlora   shared, shared   splits mean(B A) by its singular values           arXiv:2402.11505
+flora      shared, shared   adds mean(B A) to the base; a new A and B = 0     arXiv:2409.05976
 ========== ================ ================================================= ====================
 
 With ``ffa``, and within a round of ``rolora``, all clients have the same value of one factor, so averaging
-the other gives the exact mean product. With ``fedex`` and ``flexlora``, the reference is still the original
-base model.
+the other gives the exact mean product. With ``fedex``, ``flexlora`` and ``flora``, the reference is still the
+original base model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefed.core import Entry, Layout, Owner, Ownership, Tensors
+from prefed.core import Entry, Key, Layout, Owner, Ownership, Tensors
 from prefed.core.lazy import torch
 from prefed.merge.config import LoraRule
 from prefed.merge.flat import weighted_mean
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 LORA = "lora"
 """The part of a model with its LoRA factors."""
 RESIDUAL = "residual"
-"""The part that ``fedex`` adds to the base: entries ``residual/<block>/<module>/W``, out × in."""
+"""The part that ``fedex`` and ``flora`` add to: entries ``residual/<block>/<module>/W``, out × in."""
+WITH_RESIDUAL: frozenset[LoraRule] = frozenset({"fedex", "flora"})
+"""The rules that need this part."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +70,19 @@ def modules(layout: Layout) -> tuple[Module, ...]:
 
 def needs(rule: LoraRule) -> frozenset[str]:
     """Return the parts of a model that ``rule`` needs in addition to the LoRA."""
-    return frozenset({RESIDUAL}) if rule == "fedex" else frozenset()
+    return frozenset({RESIDUAL}) if rule in WITH_RESIDUAL else frozenset()
 
 
 def owner(rule: LoraRule, entry: Entry) -> Owner:
     """Return the owner of an entry shared by the method, according to ``rule``.
 
-    A residual is shared under ``fedex``, although no client trains it; otherwise it is frozen.
+    A residual is shared under ``fedex`` and ``flora``, although no client trains it; otherwise it is frozen.
 
     >>> factor = Entry("lora/0/q/A", (2, 5), "lora", 0, "A")
     >>> owner("fedit", factor), owner("ffa", factor)
     (<Owner.SHARED: 'shared'>, <Owner.FROZEN: 'frozen'>)
     """
-    if entry.part == RESIDUAL and rule != "fedex":
+    if entry.part == RESIDUAL and rule not in WITH_RESIDUAL:
         return Owner.FROZEN
     if entry.part == LORA and entry.factor == "A" and rule == "ffa":
         return Owner.FROZEN
@@ -191,6 +194,42 @@ def residuals(
     for module in modules(mean.layout):
         left, right = _lost(module, values, weights, mean)
         yield module.residual, scaling * (left @ right)
+
+
+def stacked(
+    values: Sequence[Tensors], weights: Sequence[float], scaling: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield FLoRA's update of each base weight, s · Σ w_i B_i A_i (arXiv:2409.05976, section 3).
+
+    It is one product of the stacked factors, B = [B_1 … B_n] and A = [w_1 A_1; …; w_n A_n]. Clients may have
+    different ranks.
+
+    Args:
+        values: one per client, with both factors of each module.
+        weights: one per client, summing to at most 1.
+        scaling: s = α / rank of the LoRA.
+
+    Yields:
+        Name of the residual, and its increment, float64 ``[out, in]``.
+    """
+    for module in modules(values[0].layout):
+        b = torch.cat([value[module.b].double() for value in values], dim=1)
+        a = torch.cat([w * v[module.a].double() for v, w in zip(values, weights, strict=True)], dim=0)
+        yield module.residual, scaling * (b @ a)
+
+
+def restarted(layout: Layout, key: Key) -> dict[str, Tensor]:
+    """Return a new LoRA by name: A ~ U(−1/√in, 1/√in), as in a new model, and B = 0.
+
+    Each A is float64, with a stream of its own in ``key``.
+    """
+    factors = {}
+    for module in modules(layout):
+        rank, width = layout[module.a].shape
+        draw = torch.rand(rank, width, dtype=torch.float64, generator=key.at("flora", module.a).torch())
+        factors[module.a] = (2 * draw - 1) * width**-0.5
+        factors[module.b] = torch.zeros(layout[module.b].shape, dtype=torch.float64)
+    return factors
 
 
 def _lost(

@@ -20,6 +20,7 @@ from pydantic import Field
 
 from prefed.core import Layout, Method, Round, State, Upload
 from prefed.merge import Aggregator
+from prefed.merge.config import PRODUCT_RULES
 from prefed.methods.base import FedAvgBase, SelectorSettings, lora_parts
 
 SOURCE = "FedBis (arXiv:2407.03038), section 4"
@@ -46,10 +47,10 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     """
     config = aggregator.config
     usual = (config.rule, config.weights, config.optimizer.name) == ("mean", "samples", "none")
-    if settings.mean == "eq8" and not (usual and config.lora not in ("fedex", "flexlora")):
+    if settings.mean == "eq8" and not (usual and config.lora not in PRODUCT_RULES):
         raise ValueError(
             "mean = 'eq8' requires rule 'mean', weights 'samples', optimizer 'none' and a lora other than "
-            "'fedex' and 'flexlora' in [merge]; otherwise set mean = 'normalised'"
+            "'fedex', 'flexlora' and 'flora' in [merge]; otherwise set mean = 'normalised'"
         )
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 

@@ -29,6 +29,7 @@ from prefed.core import (
 )
 from prefed.core.lazy import torch
 from prefed.merge import Aggregator
+from prefed.merge.config import PRODUCT_RULES
 from prefed.methods.base import FedAvgBase, LocalSettings, PersonalSettings, lora_parts
 
 SOURCE = "pFedMe (arXiv:2006.08848), algorithm 1"
@@ -72,7 +73,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     Raises:
         ValueError: ``server_mixing`` cannot be combined with the LoRA rule.
     """
-    if settings.server_mixing != 1 and aggregator.config.lora in ("fedex", "flexlora"):
+    if settings.server_mixing != 1 and aggregator.config.lora in PRODUCT_RULES:
         raise ValueError(
             f"lora {aggregator.config.lora!r} cannot be combined with server_mixing, which would change the "
             "mean of the products BA; set server_mixing to 1"

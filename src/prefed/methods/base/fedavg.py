@@ -32,6 +32,7 @@ from prefed.core import (
     Upload,
 )
 from prefed.merge import Aggregator, MergeConfig, WeightFunction, lora
+from prefed.merge.config import PRODUCT_RULES
 from prefed.methods.base import lr_schedule
 from prefed.methods.base.settings import VALUE, TrainingSettings
 
@@ -330,12 +331,12 @@ class FedAvgBase:
     def late(self, averages: bool = True) -> Literal["refused", "model", "delta"]:
         """Return how to merge late uploads: as configured in ``[merge]``, by default as models.
 
-        They are refused unless the method ``averages`` models, and under three LoRA rules: ``rolora`` trains
-        other tensors in the next round, ``fedex`` changes the residual, and ``flexlora`` changes the basis of
-        the factors.
+        They are refused unless the method ``averages`` models, and under four LoRA rules: ``rolora`` trains
+        other tensors in the next round, ``fedex`` and ``flora`` change the residual, and ``flexlora`` changes
+        the basis of the factors.
         """
         config = self.aggregator.config
-        if not averages or config.lora in ("rolora", "fedex", "flexlora"):
+        if not averages or config.lora in {"rolora", *PRODUCT_RULES}:
             return "refused"
         return config.late or "model"
 
