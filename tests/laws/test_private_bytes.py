@@ -24,7 +24,7 @@ from prefed.testing.laws import MARK, MARK_BYTES
 PINNED = {
     *("feddpo", "fedsft", "fedprox", "scaffold", "centralized", "local"),
     *("fedpdpo", "fedper", "fedrep", "perfedavg", "fedamp", "fedsdg", "ditto", "pfedme", "fedala", "fedbn"),
-    *("fedbis", "fedbiscuit", "decdpo", "lore", "pal"),
+    *("feddpa", "fedbis", "fedbiscuit", "decdpo", "lore", "pal"),
 }
 """Methods whose private tensors are pinned here. Any other method is taken at its own ownership."""
 PRIVATE = {"bottleneck", "head", "reward", "value", "personal_lora", "gate", "norm", "mixture"}

@@ -118,6 +118,7 @@ METHODS = Registry(
             MethodKind("perfedavg", "a shared initial model that adapts in a few steps", personal=True),
             MethodKind("fedamp", "each client receives its own mixture of all models", personal=True),
             MethodKind("fedsdg", "a shared and a personal LoRA with a gate per block", personal=True),
+            MethodKind("feddpa", "a shared and a personal LoRA, combined with a weight", personal=True),
             MethodKind("ditto", "FedDPO with a personal model pulled towards the shared one", personal=True),
             MethodKind("pfedme", "averaging over Moreau envelopes of the clients' losses", personal=True),
             MethodKind("fedala", "layer-wise weights between shared and personal models", personal=True),
