@@ -72,6 +72,9 @@ def test_scores_are_those_of_plain_transformers(tmp_path, fast):
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=261, n_positions=160, n_embd=32, n_layer=2, n_head=4)
     causal = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in causal.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
     settings = ModelConfig(name="gpt2", device="cpu", fast=fast)
     backbone = make_backbone(causal, tokens, settings, Key(1), frozenset({"examples"}))
     made = ExampleEncoder(tokens, Template(tokens), 160, Key(3))
@@ -91,3 +94,4 @@ def test_scores_are_those_of_plain_transformers(tmp_path, fast):
                 terms = [logps[k - 1, ids[0, k]] for k in range(ids.shape[1] - count, ids.shape[1])]
                 assert got.policy[place, side] == pytest.approx(float(sum(terms)), rel=1e-4, abs=1e-3)
     assert np.array_equal(scores.reference, none.reference)
+    assert np.abs(scores.policy - none.policy).min() > 0.01  # so the model reads the examples
