@@ -220,7 +220,10 @@ class RayConfig(StrictModel):
 
 
 class EngineConfig(StrictModel):
-    """Where and how clients run. Only ``threads``, ``max_tokens`` and ``state_dtype`` can affect results."""
+    """Where and how clients run.
+
+    Only ``threads``, ``max_tokens``, ``stack`` and ``state_dtype`` can affect results.
+    """
 
     name: Literal["local", "ray"] = Field("local", description="on this machine, or on a Ray cluster")
     workers: int = Field(
@@ -246,6 +249,11 @@ class EngineConfig(StrictModel):
         description="threads per process; default: the machine's cores, divided equally; with ray 1",
     )
     max_tokens: int = Field(4096, ge=1, description="tokens per forward pass; larger batches are split")
+    stack: int = Field(
+        1,
+        ge=1,
+        description="clients that train at a time, with one pass over the model for a step of all of them",
+    )
     state_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="dtype of clients' private tensors on disk"
     )
@@ -258,6 +266,11 @@ class EngineConfig(StrictModel):
             raise ValueError(
                 "devices does not apply to name = 'ray', which assigns GPUs to its actors: remove it, and "
                 "set ray.num_gpus"
+            )
+        if self.stack > 1 and (self.name == "ray" or self.workers):
+            raise ValueError(
+                f"stack = {self.stack} needs all clients in one process: remove it, or use name = 'local' "
+                "with workers = 0"
             )
         if len(set(devices)) < len(devices):
             raise ValueError(f"devices = {devices!r} lists a device twice: list each device once")

@@ -10,10 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prefed.engines.job import Job
 from prefed.engines.tasks import ClientStates, Task, TaskResult
+
+if TYPE_CHECKING:
+    from prefed.train.lockstep import Lockstep
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class BackendSettings:
         address: address of a cluster; ``None``: start one on this machine.
         gpus: number of GPUs per process on a cluster.
         devices: CUDA devices that the processes of this machine share, e.g. ``"cuda:0"``; empty: all.
+        lockstep: runs visits of several clients at a time in this process; ``None``: one after the other.
     """
 
     workers: int = 1
@@ -58,6 +62,7 @@ class BackendSettings:
     address: str | None = None
     gpus: float = 0.0
     devices: tuple[str, ...] = ()
+    lockstep: Lockstep | None = None
 
 
 class Backend(AbstractContextManager["Backend"], Protocol):

@@ -53,6 +53,7 @@ from prefed.runs.summary import (
     summarize,
 )
 from prefed.store import RunReader, RunWriter
+from prefed.train.lockstep import Lockstep
 from prefed.train.metrics import flat_loss_warning
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -306,6 +307,9 @@ def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
         ray.address,
         ray.num_gpus,
         tuple(engine.devices or ()),
+        Lockstep(cast("PairTrainerFactory", job.trainers).pair_trainer, engine.stack)
+        if engine.stack > 1
+        else None,
     )
     make = BACKENDS[backend_name(engine.name, engine.workers)]
     return make(job, factory, writer.states, settings)

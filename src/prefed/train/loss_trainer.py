@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,8 @@ import torch
 
 from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
 from prefed.data.tokens import thumbs
+from prefed.models import Backbone
+from prefed.models.stacked_lora import Stack
 from prefed.train.losses import CHOICE, ChoiceBatch, PairBatch, PairLoss, ThumbBatch, reads_thumbs
 from prefed.train.losses import objective as find_loss
 from prefed.train.optimizer_steps import (
@@ -25,6 +29,25 @@ from prefed.train.optimizer_steps import (
 from prefed.train.packed import PackedForward
 from prefed.train.pair_cache import Rows, mismatched, split_rows
 from prefed.train.pair_model import Features, PairModel, ReferenceLogprobs
+
+
+class PhaseStart(NamedTuple):
+    """A phase of a visit and the tensors (full layout) that it starts from."""
+
+    visit: Visit
+    tensors: Tensors
+    phase: Phase
+
+
+@dataclass
+class _Member:
+    """A client's phase among those that share passes."""
+
+    start: PhaseStart
+    plan: Sequence[Rows]
+    backbone: Backbone
+    steps: PhaseSteps
+    memory: dict[str, float]
 
 
 class LossTrainer:
@@ -64,6 +87,72 @@ class LossTrainer:
                         metrics[name] += share * value
                 steps.take(batch, metrics)
         return steps.result(memory)
+
+    def shared_tokens(self, start: PhaseStart) -> int | None:
+        """Return the tokens of a phase's longest step; ``None`` if it cannot share passes with others.
+
+        It can if each of its steps is a single pass that needs log-probabilities of pairs only. Recomputed
+        blocks would draw other dropout masks than the first time.
+        """
+        visit, _, phase = start
+        loss, model = self._find(phase.objective, visit.rows), self._model
+        config, settings = model.backbone.config, phase.batch_size
+        other = loss.unpaired or loss.needs_reward or phase.beside is not None
+        if other or (config.checkpointing and config.lora.dropout):
+            return None
+        longest = 0
+        for batch in batches(visit.rows, phase, visit.key.at("phase", phase.name)):
+            groups = model.groups(batch, rejected=loss.needs_rejected)
+            if groups[1:] or self._parts(batch, loss, settings)[1:]:
+                return None
+            longest = max(longest, int(model.tokens.lengths[batch].sum()))
+        return longest
+
+    def train_together(self, starts: Sequence[PhaseStart]) -> list[PhaseResult]:
+        """Run phases of several clients, a step of each in one pass, with the results of :meth:`train`.
+
+        They train the same tensors on the same objective, and :meth:`shared_tokens` has a value for each.
+        """
+        model, (_, _, first) = self._model, starts[0]
+        stack = Stack(model.backbone, len(starts))
+        plans = [list(batches(v.rows, phase, v.key.at("phase", phase.name))) for v, _, phase in starts]
+        members: dict[int, _Member] = {}
+        # The clients that still train are always the first members.
+        for number in sorted(range(len(starts)), key=lambda number: -len(plans[number])):
+            visit, tensors, phase = starts[number]
+            loss = self._find(phase.objective, visit.rows)
+            self._fill(loss, plans[number], visit.rows)
+            backbone = stack.members[len(members)]
+            backbone.load(tensors)
+            steps, memory = PhaseSteps(backbone, phase), {**loss.memory, **phase.memory}
+            members[number] = _Member(starts[number], plans[number], backbone, steps, memory)
+        with dropout(model.backbone, trunk=True), stack.applied():
+            for step in range(max(map(len, plans))):
+                live = [member for member in members.values() if step < len(member.plan)]
+                keys = (m.start.visit.key.at("phase", m.start.phase.name).at("step", step) for m in live)
+                stack.train_first(len(live), first.train, [key.at("dropout", 0).number() for key in keys])
+                self._step_together(loss, stack, live, step)
+        return [members[number].steps.result(members[number].memory) for number in range(len(starts))]
+
+    def _step_together(self, loss: PairLoss, stack: Stack, members: Sequence[_Member], step: int) -> None:
+        """Take a step of each of the stack's first members."""
+        model, parts = self._model, [member.plan[step] for member in members]
+        assert isinstance(model.forward, PackedForward)
+        counts, rejected = [len(part) for part in parts], loss.needs_rejected
+        outputs = model.forward.stacked(model.pairs(np.concatenate(parts)), counts, stack, rejected=rejected)
+        means, found = list[torch.Tensor](), list[dict[str, torch.Tensor]]()
+        for member, part, output in zip(members, parts, torch.split(outputs, counts), strict=True):
+            reference = self._reference(part) if loss.needs_reference else None
+            settings = {**member.start.phase.objective.settings, **member.memory}
+            values, metrics = loss(self._batch(output, part, loss, reference), settings)
+            means.append(values.mean())
+            found.append(metrics)
+        scaled = [member.backbone.loss_scale * mean for member, mean in zip(members, means, strict=True)]
+        torch.autograd.backward(scaled)
+        for member, part, mean, metrics in zip(members, parts, means, found, strict=True):
+            numbers = {name: float(value) for name, value in {"loss": mean.detach(), **metrics}.items()}
+            member.memory = {name: numbers.pop(name) for name in member.memory}
+            member.steps.take(part, numbers)
 
     def gradient(
         self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key

@@ -23,6 +23,7 @@ from prefed.data import Pair
 from prefed.models import Backbone
 from prefed.models.families import Family
 from prefed.models.pretrained import brief
+from prefed.models.stacked_lora import Stack
 from prefed.models.tastes import tasting
 from prefed.train.logprobs import token_logprobs
 from prefed.train.padded import Letters, PairForward, log_odds
@@ -688,6 +689,23 @@ class PackedForward(PairForward):
         """Return the result of a call, from the ``features`` of the same pairs."""
         packing = self._pack(pairs, rejected, rewards)
         return self._read(packing, torch.cat(list(features)))
+
+    def stacked(
+        self, pairs: Sequence[Pair], counts: Sequence[int], stack: Stack, *, rejected: bool = True
+    ) -> torch.Tensor:
+        """Return the result of a call, with each client's own LoRA.
+
+        Args:
+            pairs: the pairs of all clients, one client after the other.
+            counts: number of pairs of each client.
+        """
+        packing = self._pack(pairs, rejected, False)
+        tokens = [segment.length for segment in packing.segments]
+        ends = [0, *itertools.accumulate(counts)]
+        stack.place(
+            *([sum(each[a:b]) for a, b in itertools.pairwise(ends)] for each in (tokens, packing.counts))
+        )
+        return self._read(packing, trunk_hidden(self.backbone, packing))
 
     def _pack(self, pairs: Sequence[Pair], rejected: bool, rewards: bool) -> Packing:
         return Packing.of(pairs, rejected=rejected, whole=rewards, device=self.backbone.device)

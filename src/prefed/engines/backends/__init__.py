@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +16,9 @@ from prefed.engines.backends.ray import RayActors
 from prefed.engines.backends.worker_pool import WorkerError
 from prefed.engines.job import Job
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
+
+if TYPE_CHECKING:
+    from prefed.train.lockstep import Lockstep
 
 __all__ = [
     "BACKENDS",
@@ -30,14 +36,17 @@ class InProcess(Backend):
 
     Args:
         threads: number of PyTorch threads; the previous number is restored on exit.
+        lockstep: runs visits of several clients at a time; ``None``: one after the other.
     """
 
     states: ClientStates
 
-    def __init__(self, job: Job, states: ClientStates, threads: int = 1) -> None:
+    def __init__(
+        self, job: Job, states: ClientStates, threads: int = 1, lockstep: Lockstep | None = None
+    ) -> None:
         self.job = job
         self.states = states
-        self._threads = threads
+        self._threads, self._lockstep = threads, lockstep
 
     def __enter__(self) -> InProcess:
         self._threads_before = torch.get_num_threads()
@@ -49,12 +58,22 @@ class InProcess(Backend):
 
     def run(self, tasks: Iterable[Task]) -> Iterator[TaskResult]:
         """Yield results in the order of the tasks."""
-        for task in tasks:
-            yield run_task(self.job, task, self.states)
+        lockstep, source = self._lockstep, iter(tasks)
+        while group := list(islice(source, 1 if lockstep is None else lockstep.size)):
+            if lockstep is None or group[0].kind != "visit":
+                yield from (run_task(self.job, task, self.states) for task in group)
+            else:
+                yield from lockstep.run([partial(run_task, self.job, task, self.states) for task in group])
+
+    def figures(self) -> Mapping[str, Any]:
+        """Fields for the record of the current round."""
+        return {} if self._lockstep is None else self._lockstep.figures()
 
 
 BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings], Backend]] = {
-    "in_process": lambda job, factory, states, settings: InProcess(job, states, settings.threads),
+    "in_process": lambda job, factory, states, settings: InProcess(
+        job, states, settings.threads, settings.lockstep
+    ),
     "processes": lambda job, factory, states, settings: WorkerProcesses(factory, states, settings),
     "ray": lambda job, factory, states, settings: RayActors(job, factory, states, settings),
 }

@@ -103,7 +103,7 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
         if config.model.reward_model is None:
             raise ConfigError("ppo needs a reward model: set reward_model in this site's [model]")
         method["reward_model"] = config.model.reward_model
-    engine = {**_table(tables, "engine"), "name": "local", "workers": 0}
+    engine = {**_table(tables, "engine"), "name": "local", "workers": 0, "stack": 1}
     engine.pop("ray", None)
     if config.threads is not None:
         engine["threads"] = config.threads
