@@ -131,6 +131,17 @@ def shape(name: str) -> Any:
             num_key_value_heads=2,
             use_cache=False,
         )
+    elif name == "llama-wide":
+        config = transformers.LlamaConfig(
+            vocab_size=32000,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=2,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
     elif name in ("qwen2-0.5b", "qwen2-1.5b"):
         small = name == "qwen2-0.5b"
         config = transformers.Qwen2Config(
@@ -144,7 +155,9 @@ def shape(name: str) -> Any:
             use_cache=False,
         )
     else:
-        known = "tiny, gpt2-small-vocab, distilgpt2, llama, llama-4k, llama-8k, qwen2-0.5b, qwen2-1.5b"
+        known = (
+            "tiny, gpt2-small-vocab, distilgpt2, llama, llama-4k, llama-8k, llama-wide, qwen2-0.5b or -1.5b"
+        )
         raise SystemExit(f"no shape {name!r}: {known}")
     config.bos_token_id = config.eos_token_id = 0
     config.pad_token_id = 1

@@ -1,0 +1,208 @@
+r"""Visits of N clients with a common pass for a step of all of them (``[engine] stack``), next to one by one.
+
+    OMP_NUM_THREADS=1 python benchmarks/stacked.py --model FOLDER     # CPU time of a client's step
+    OMP_NUM_THREADS=1 python benchmarks/stacked.py --shape llama-wide --bf16
+    OMP_NUM_THREADS=1 python benchmarks/stacked.py --roofline          # a model of a GPU
+
+Each client has its own LoRA 8/16, dropout 0, and takes DPO steps with AdamW on pairs of random tokens. Both
+ways alternate in one process; a ratio is the median of the turns' ratios. The first line is the largest
+difference between a client's gradients of both ways in float64, relative to their norm.
+
+The roofline counts operations, bytes and kernels of a step in bf16 from the shapes of its tensors. A step
+takes as long as the largest of: operations at the data sheet's rate, bytes of all inputs and outputs at that
+of the memory, and kernels at ``--launch-us`` each, the assumed time of the host to start one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import Pairs, base_model, parse_with_model, shape, timed
+from memory_model import DEVICES, Traffic, llama, planned
+from torch.utils.flop_counter import FlopCounterMode
+
+from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, PhaseResult, Tensors
+from prefed.data import Pair
+from prefed.models import LoraSettings, ModelConfig, make_backbone
+from prefed.models.stacked_lora import Stack
+from prefed.runs.memory_plan import META, LiveBytes
+from prefed.train import PairTrainer
+from prefed.train.lockstep import Lockstep
+
+TOKENS = (40, 20, 20)
+"""Mean tokens of a prompt and of its two responses."""
+
+
+class Clients:
+    """N clients with pairs, and with a LoRA each away from its start."""
+
+    def __init__(
+        self, model: Any, count: int, pairs: int, dtype: str | None, optimizer: Optimizer, steps: int
+    ):
+        draw = np.random.default_rng(0)
+        vocabulary = model.config.vocab_size
+
+        def pair() -> Pair:
+            lengths = [max(2, int(mean * draw.uniform(0.6, 1.4))) for mean in TOKENS]
+            return Pair(*(draw.integers(5, vocabulary, length).astype(np.int32) for length in lengths))
+
+        self.rows = np.arange(count * pairs).reshape(count, pairs)
+        settings = LoraSettings(rank=8, alpha=16, dropout=0.0)
+        backbone = make_backbone(model, None, ModelConfig(name="model", lora=settings, dtype=dtype), Key(0))
+        self.trainer = PairTrainer(backbone, Pairs([pair() for _ in range(count * pairs)]))  # type: ignore[arg-type]
+        self.trainer.references.fill_training(self.rows.ravel(), self.rows.ravel())
+        self.parts = Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
+        names, objective = self.parts.names(Owner.SHARED), Objective("dpo", {"beta": 0.1})
+        self.phase = Phase("train", names, objective, optimizer, pairs, steps=steps)
+        start, noise = backbone.initial.flat, torch.Generator().manual_seed(0)
+        self.starts = [
+            Tensors(
+                backbone.layout, start + 0.01 * torch.randn(start.shape, generator=noise, dtype=start.dtype)
+            )
+            for _ in range(count)
+        ]
+
+    def visit(self, client: int) -> PhaseResult:
+        """The phase of a client."""
+        visit = self.trainer.visit(self.rows[client], Key(client), self.parts)
+        return visit.train(self.starts[client], self.phase)
+
+    def alone(self, count: int) -> list[PhaseResult]:
+        """The phases of the first clients, one after the other."""
+        return [self.visit(client) for client in range(count)]
+
+    def together(self, count: int) -> list[PhaseResult]:
+        """The phases of the first clients in common passes."""
+        return Lockstep(self.trainer, count).run([partial(self.visit, client) for client in range(count)])
+
+
+def difference(args: argparse.Namespace) -> float:
+    """The largest relative difference between gradients of both ways, in float64.
+
+    What the trainer computes in fp32 whatever the model's dtype is computed in float64 as well.
+    """
+    model = base_model(args).double()
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            eps = module.__dict__.pop("variance_epsilon")
+            module.forward = partial(
+                F.rms_norm, normalized_shape=module.weight.shape, weight=module.weight, eps=eps
+            )
+    torch.set_default_dtype(torch.float64)
+    try:
+        with patch.object(torch.Tensor, "float", torch.Tensor.double):
+            clients = Clients(model, 4, args.pairs, None, Optimizer("sgd", lr=1.0, clip=0.0), 1)
+            alone, together = clients.alone(4), clients.together(4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    worst = 0.0
+    for start, one, other in zip(clients.starts, alone, together, strict=True):
+        gradient = one.tensors.flat - start.flat
+        worst = max(worst, float((other.tensors.flat - one.tensors.flat).norm() / gradient.norm()))
+    return worst
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Print CPU times."""
+    print(f"{args.shape}, {args.pairs} pairs: gradients in float64 differ by at most {difference(args):.1e}")
+    dtype = "bfloat16" if args.bf16 else "float32"
+    model = base_model(args).to(getattr(torch, dtype))
+    clients = Clients(model, max(args.count), args.pairs, dtype, Optimizer("adamw", lr=1e-4), args.steps)
+    print("| clients | dtype | one by one, ms a step | together, ms | times |\n|---|---|---|---|---|")
+    for count in args.count:
+        clients.together(count)
+        pairs = []
+        for _ in range(args.repeats):
+            took = [timed(partial(way, count))[0] for way in (clients.alone, clients.together)]
+            pairs.append([each / count / args.steps for each in took])
+        alone, together = (statistics.median(each) for each in zip(*pairs, strict=True))
+        ratio = statistics.median(one / other for one, other in pairs)
+        print(f"| {count} | {dtype} | {alone:.1f} | {together:.1f} | {ratio:.2f} |", flush=True)
+
+
+def counted(config: Any, clients: int, pairs: int, tokens: tuple[int, int, int]) -> tuple[float, float, int]:
+    """FLOP, bytes and kernels of forward and backward pass of a common step, on a GPU in bf16."""
+    every = planned(copy.deepcopy(config), [tokens] * (clients * pairs), dtype="bfloat16")
+    backbone, model = every.backbone, every.pairs
+    stack = Stack(backbone, clients)
+    backbone.train_only(backbone.layout.names)
+
+    def step() -> None:
+        rows = model.pairs(np.arange(clients * pairs))
+        with stack.applied():
+            stack.train_first(clients, backbone.layout.names, [])
+            model.forward.stacked(rows, [pairs] * clients, stack).sum().backward()  # type: ignore[attr-defined]
+
+    def alone() -> None:
+        backbone.grad.zero_()
+        model.run(np.arange(pairs)).sum().backward()  # type: ignore[no-untyped-call]
+
+    with Traffic() as traffic, FlopCounterMode(display=False) as counter, LiveBytes():
+        (step if clients > 1 else alone)()
+    return counter.get_total_flops(), traffic.bytes, traffic.calls
+
+
+OPTIMIZER_KERNELS = 10
+"""Kernels of a client's optimiser step: the gradient's norm, clipping, fused AdamW, loss and metrics."""
+
+
+def roofline(counts: Sequence[int], pairs: int, launch: float) -> None:
+    """Print the model of a GPU."""
+    with META:
+        configs = {name: shape(name).config for name in ("qwen2-0.5b", "qwen2-1.5b")}
+    configs["Llama 3 8B"] = llama()
+    print("| shape | device | clients | operations, ms | bytes, ms | kernels | kernels, ms | gain |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, config in configs.items():
+        for device, (rate, speed) in DEVICES.items():
+            first = None
+            for count in counts:
+                flop, size, kernels = counted(config, count, pairs, (100, 50, 50))
+                kernels += OPTIMIZER_KERNELS * count
+                bounds = [1e3 * flop / rate, 1e3 * size / speed, 1e-3 * launch * kernels]
+                took = [bound / count for bound in bounds]
+                first = first or max(took)
+                cells = [
+                    name,
+                    device,
+                    f"{count}",
+                    f"{took[0]:.2f}",
+                    f"{took[1]:.2f}",
+                    f"{kernels / count:,.0f}",
+                ]
+                print(f"| {' | '.join(cells)} | {took[2]:.2f} | {first / max(took):.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, nargs="+", default=[1, 2, 4, 8], help="clients in a stack")
+    parser.add_argument("--pairs", type=int, default=2, help="pairs in a client's step")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--roofline", action="store_true", help="a model of a GPU")
+    parser.add_argument("--launch-us", type=float, default=5.0, help="microseconds to start a kernel")
+    args = parse_with_model(parser, "llama-wide")
+    torch.set_num_threads(1)
+    if args.roofline:
+        roofline(args.count, args.pairs, args.launch_us)
+    else:
+        measure(args)
+
+
+if __name__ == "__main__":
+    main()
