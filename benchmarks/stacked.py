@@ -28,7 +28,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from common import Pairs, base_model, parse_with_model, shape, timed
 from memory_model import DEVICES, Traffic, llama, planned
 from torch.utils.flop_counter import FlopCounterMode
@@ -94,12 +93,6 @@ def difference(args: argparse.Namespace) -> float:
     What the trainer computes in fp32 whatever the model's dtype is computed in float64 as well.
     """
     model = base_model(args).double()
-    for module in model.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
-            eps = module.__dict__.pop("variance_epsilon")
-            module.forward = partial(
-                F.rms_norm, normalized_shape=module.weight.shape, weight=module.weight, eps=eps
-            )
     torch.set_default_dtype(torch.float64)
     try:
         with patch.object(torch.Tensor, "float", torch.Tensor.double):
@@ -166,22 +159,14 @@ def roofline(counts: Sequence[int], pairs: int, launch: float) -> None:
     print("| shape | device | clients | operations, ms | bytes, ms | kernels | kernels, ms | gain |")
     print("|---|---|---|---|---|---|---|---|")
     for name, config in configs.items():
+        steps = {count: counted(config, count, pairs, (100, 50, 50)) for count in counts}
         for device, (rate, speed) in DEVICES.items():
             first = None
-            for count in counts:
-                flop, size, kernels = counted(config, count, pairs, (100, 50, 50))
-                kernels += OPTIMIZER_KERNELS * count
-                bounds = [1e3 * flop / rate, 1e3 * size / speed, 1e-3 * launch * kernels]
-                took = [bound / count for bound in bounds]
+            for count, (flop, size, kernels) in steps.items():
+                each = kernels / count + OPTIMIZER_KERNELS
+                took = [1e3 * flop / rate / count, 1e3 * size / speed / count, 1e-3 * launch * each]
                 first = first or max(took)
-                cells = [
-                    name,
-                    device,
-                    f"{count}",
-                    f"{took[0]:.2f}",
-                    f"{took[1]:.2f}",
-                    f"{kernels / count:,.0f}",
-                ]
+                cells = [name, device, f"{count}", *(f"{bound:.2f}" for bound in took[:2]), f"{each:,.0f}"]
                 print(f"| {' | '.join(cells)} | {took[2]:.2f} | {first / max(took):.2f} |", flush=True)
 
 
