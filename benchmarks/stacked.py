@@ -8,17 +8,16 @@ Each client has its own LoRA 8/16, dropout 0, and takes DPO steps with AdamW on 
 ways alternate in one process; a ratio is the median of the turns' ratios. The first line is the largest
 difference between a client's gradients of both ways in float64, relative to their norm.
 
-The roofline counts operations, bytes and kernels of a step in bf16 from the shapes of its tensors. A step
-takes as long as the largest of: operations at the data sheet's rate, bytes of all inputs and outputs at that
-of the memory, and kernels at ``--launch-us`` each, the assumed time of the host to start one.
+The roofline is the model of ``roofline.py``, a bound and not a measurement. An H100 has one kernel for the
+clients' products with a factor; other GPUs run one for each client.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import statistics
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -28,15 +27,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from common import Pairs, base_model, parse_with_model, shape, timed
-from memory_model import DEVICES, Traffic, llama, planned
-from torch.utils.flop_counter import FlopCounterMode
+from common import Pairs, base_model, parse_with_model, timed
+from roofline import DEVICES, SHAPES, Trace, Work, gpu_code, make_pairs
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, PhaseResult, Tensors
 from prefed.data import Pair
-from prefed.models import LoraSettings, ModelConfig, make_backbone
-from prefed.models.stacked_lora import Stack
-from prefed.runs.memory_plan import META, LiveBytes
+from prefed.models import LoraSettings, ModelConfig, make_backbone, stacked_lora
+from prefed.runs.memory_plan import PlannedModel
 from prefed.train import PairTrainer
 from prefed.train.lockstep import Lockstep
 
@@ -125,49 +122,49 @@ def measure(args: argparse.Namespace) -> None:
         print(f"| {count} | {dtype} | {alone:.1f} | {together:.1f} | {ratio:.2f} |", flush=True)
 
 
-def counted(config: Any, clients: int, pairs: int, tokens: tuple[int, int, int]) -> tuple[float, float, int]:
-    """FLOP, bytes and kernels of forward and backward pass of a common step, on a GPU in bf16."""
-    every = planned(copy.deepcopy(config), [tokens] * (clients * pairs), dtype="bfloat16")
-    backbone, model = every.backbone, every.pairs
-    stack = Stack(backbone, clients)
-    backbone.train_only(backbone.layout.names)
-
-    def step() -> None:
-        rows = model.pairs(np.arange(clients * pairs))
-        with stack.applied():
-            stack.train_first(clients, backbone.layout.names, [])
-            model.forward.stacked(rows, [pairs] * clients, stack).sum().backward()  # type: ignore[attr-defined]
-
-    def alone() -> None:
-        backbone.grad.zero_()
-        model.run(np.arange(pairs)).sum().backward()  # type: ignore[no-untyped-call]
-
-    with Traffic() as traffic, FlopCounterMode(display=False) as counter, LiveBytes():
-        (step if clients > 1 else alone)()
-    return counter.get_total_flops(), traffic.bytes, traffic.calls
-
-
-OPTIMIZER_KERNELS = 10
-"""Kernels of a client's optimiser step: the gradient's norm, clipping, fused AdamW, loss and metrics."""
+def work_of(config: Any, count: int, each: int) -> Work:
+    """Trace the second step of phases of ``count`` clients, each on ``each`` pairs of 200 tokens."""
+    pairs = make_pairs(count * each, 200)
+    settings = ModelConfig(name="shape", dtype="bfloat16", lora=LoraSettings(rank=8, alpha=16, dropout=0.0))
+    model = PlannedModel(config, settings, frozenset({"lora"}), pairs)  # type: ignore[arg-type]
+    backbone, rows = model.backbone, np.arange(count * each).reshape(count, each)
+    trainer = PairTrainer(backbone, pairs, max_tokens=1 << 60)  # type: ignore[arg-type]
+    trainer.references.training.put(rows.ravel(), np.zeros((rows.size, 2), np.float32))
+    parts = Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
+    works = []
+    for steps in (1, 2):
+        names, objective = parts.names(Owner.SHARED), Objective("dpo", {"beta": 0.1})
+        phase = Phase("train", names, objective, Optimizer("adamw", lr=1e-4), each, steps=steps)
+        visits = [trainer.visit(own, Key(0), parts) for own in rows]
+        calls = [partial(visit.train, backbone.initial, phase) for visit in visits]
+        trace = Trace([], (0, 1))
+        with gpu_code(trace), trace:
+            Lockstep(trainer, count).run(calls) if count > 1 else calls[0]()
+        works.append(trace.work)
+    return works[1].since(works[0])
 
 
-def roofline(counts: Sequence[int], pairs: int, launch: float) -> None:
-    """Print the model of a GPU."""
-    with META:
-        configs = {name: shape(name).config for name in ("qwen2-0.5b", "qwen2-1.5b")}
-    configs["Llama 3 8B"] = llama()
-    print("| shape | device | clients | operations, ms | bytes, ms | kernels | kernels, ms | gain |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, config in configs.items():
-        steps = {count: counted(config, count, pairs, (100, 50, 50)) for count in counts}
-        for device, (rate, speed) in DEVICES.items():
-            first = None
-            for count, (flop, size, kernels) in steps.items():
-                each = kernels / count + OPTIMIZER_KERNELS
-                took = [1e3 * flop / rate / count, 1e3 * size / speed / count, 1e-3 * launch * each]
-                first = first or max(took)
-                cells = [name, device, f"{count}", *(f"{bound:.2f}" for bound in took[:2]), f"{each:,.0f}"]
-                print(f"| {' | '.join(cells)} | {took[2]:.2f} | {first / max(took):.2f} |", flush=True)
+def roofline(counts: Sequence[int], pairs: int) -> None:
+    """Print the model of GPUs: milliseconds of a client's step."""
+    warnings.filterwarnings("ignore")
+    heads = ["shape", "device", "clients", "TFLOP a client", "GB", "launches", "ms", "bound by", "times"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for name in ("qwen2-0.5b", "qwen2-1.5b", "llama-3-8b"):
+        for where in ("H100 SXM", "A100 80 GB SXM"):
+            first = 0.0
+            for count in counts:
+                config = SHAPES[name]()
+                config.use_cache = False
+                with patch.object(
+                    stacked_lora, "_has_grouped_kernel", lambda device, own=where: "H100" in own
+                ):
+                    work = work_of(config, count, pairs)
+                seconds, bound = work.on(DEVICES[where])
+                own = 1e3 * seconds / count
+                first = first or own
+                totals = f"{work.flops / count / 1e12:.2f}", f"{work.bytes / count / 1e9:.1f}"
+                cells = [f"`{name}`", where, f"{count}", *totals, f"{len(work.kernels) / count:,.0f}"]
+                print(f"| {' | '.join(cells)} | {own:.1f} | {bound} | {first / own:.1f} |", flush=True)
 
 
 def main() -> None:
@@ -180,11 +177,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--roofline", action="store_true", help="a model of a GPU")
-    parser.add_argument("--launch-us", type=float, default=5.0, help="microseconds to start a kernel")
     args = parse_with_model(parser, "llama-wide")
     torch.set_num_threads(1)
     if args.roofline:
-        roofline(args.count, args.pairs, args.launch_us)
+        roofline(args.count, args.pairs)
     else:
         measure(args)
 

@@ -95,6 +95,7 @@ class RoundRecord(TypedDict):
     staleness: NotRequired[float]
     offences: NotRequired[dict[str, int]]
     set_aside: NotRequired[list[str]]
+    stacked_steps: NotRequired[dict[str, int]]
     paper_gap: NotRequired[float]
     gradient_norm: NotRequired[float]
     kappa2: NotRequired[float]

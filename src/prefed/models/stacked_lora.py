@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from prefed.models.backbone import Backbone
+from prefed.models.matmul import matmul
 from prefed.models.trainable_parts import lora_layers
 
 
@@ -40,11 +41,26 @@ class ClientRows:
         return torch.split(x, self.counts)
 
 
-def _one_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Return whether PyTorch's grouped product takes these operands: bfloat16, in rows of 16 bytes."""
-    if x.device.type == "cpu" or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
+def _one_kernel(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether PyTorch's grouped product of these operands is one kernel, without a host sync.
+
+    It is for bfloat16 in rows of 16 bytes, on NVIDIA GPUs of compute capability 9.0 or later.
+    """
+    if left.device.type == "cpu" or left.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
         return False
-    return all(size % 8 == 0 for size in (x.shape[1], *matrices.shape[1:]))
+    return left.shape[-1] % 8 == right.shape[-1] % 8 == 0 and _has_grouped_kernel(left.device)
+
+
+@functools.cache
+def _has_grouped_kernel(device: torch.device) -> bool:
+    if device.type == "meta":  # of a GPU whose memory is estimated
+        return True
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 def _own_products(
@@ -76,7 +92,7 @@ def _own_products(
 
 def _own_sums(rows: ClientRows, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return Σ l rᵀ over each client's rows of ``[T, K]`` and ``[T, M]``: ``[N, K, M]``."""
-    if _one_kernel(left, right[None]):
+    if _one_kernel(left, right):
         return F.grouped_mm(left.t(), right, offs=rows.ends)
     parts = zip(rows.split(left), rows.split(right), strict=True)
     return torch.stack([first.t() @ second for first, second in parts])
@@ -101,7 +117,7 @@ class _StackedLoraLinear(torch.autograd.Function):
         scale: float,
         rows: ClientRows,
     ) -> torch.Tensor:
-        y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+        y = matmul(x, weight.t(), bias)
         ctx.into, ctx.scale, ctx.rows, ctx.dropped = into, scale, rows, z is not None
         a, bt = a.to(x.dtype), b.transpose(1, 2).to(x.dtype).contiguous()
         source = x if z is None else z
@@ -118,7 +134,7 @@ class _StackedLoraLinear(torch.autograd.Function):
         du = _own_products(rows, dy, bt.transpose(1, 2)).mul_(ctx.scale)
         dx = dz = None
         if need_x:
-            dx = dy @ weight
+            dx = matmul(dy, weight)
             if not ctx.dropped:
                 _own_products(rows, du, a, into=dx)
         if need_z:
@@ -172,7 +188,7 @@ class Stack:
                 layer.forward = forward
 
     def train_first(self, count: int, names: Sequence[str], seeds: Sequence[int]) -> None:
-        """Prepare a step of the first ``count`` members on ``names``, with the seeds of their dropout."""
+        """Prepare a step of the first ``count`` members on ``names``, with seeds if there is dropout."""
         self.grad.zero_()
         self._generators = [torch.Generator(self._backbone.device).manual_seed(seed) for seed in seeds]
         first = next(iter(self._parameters.values()), None)

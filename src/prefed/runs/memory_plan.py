@@ -153,6 +153,7 @@ class PlannedModel:
         needs: see :func:`prefed.models.load_backbone`.
         tokens: all pairs.
         slots: numbers of the optimiser's state per trained number.
+        clients: number of clients that share a pass, each with its own tensors.
 
     Raises:
         ModelError: the model cannot be adapted, or does not support a part or ``checkpointing``.
@@ -167,6 +168,7 @@ class PlannedModel:
         *,
         max_tokens: int = 1 << 60,
         slots: int = 2,
+        clients: int = 1,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -182,11 +184,11 @@ class PlannedModel:
                 vars(layer).pop("forward", None)  # 4-bit layers have PEFT's forward
         self.backbone.train_only(self.backbone.layout.names)
         self.pairs = PairModel(self.backbone, tokens, max_tokens=max_tokens, fast=config.fast)
-        self._slots = slots
+        self._slots, self._clients = slots, clients
 
     def step(self, rows: Rows, *, rejected: bool = True) -> StepMemory:
         """Return the memory of a step that trains all tensors of a client on ``rows`` in one pass."""
-        backbone, size = self.backbone, 4 * self.backbone.layout.size
+        backbone, size = self.backbone, 4 * self.backbone.layout.size * self._clients
         weights, largest = self._weights()
         backbone.dropout(trunk=True, top=True)
         memory = LiveBytes([*self._tensors(), backbone.flat, backbone.grad])
@@ -263,7 +265,8 @@ class MemoryPlan:
         usable: bytes for tensors, :data:`USABLE` of the device.
         dtype: dtype of the frozen weights.
         path: ``packed`` or ``plain``.
-        pass_pairs: pairs in a forward pass: a batch, or as many as ``[engine] max_tokens`` allows.
+        pass_pairs: pairs in a forward pass: a batch of each client in it, or as many as ``[engine]
+            max_tokens`` allows.
         pair_tokens: tokens of a pair in a forward pass, padding included.
         variants: the experiment as it is, then with settings that save memory.
     """
@@ -312,6 +315,7 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
     """
     usable = int(USABLE * parse_device(device))
     settings, model = experiment.method.settings, with_dtype(experiment.model, "cuda")
+    stack = experiment.engine.stack
     savings: list[dict[str, Any]] = [{}, {"checkpointing": True}]
     if model.train == "lora" and model.quantize is None:
         savings += [{"quantize": "nf4"}, {"quantize": "nf4", "checkpointing": True}]
@@ -332,6 +336,7 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
                     dataset.tokens,
                     max_tokens=experiment.engine.max_tokens,
                     slots=optimizer_slots(settings),
+                    clients=stack,
                 )
             except ModelError:
                 if not changes:
@@ -342,7 +347,7 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
                 same = np.repeat(longest, count)
                 return mismatched(same) if settings.unpaired else same
 
-            group = planned.pairs.groups(rows(settings.batch_size))[0]
+            group = planned.pairs.groups(rows(stack * settings.batch_size))[0]
             rejected = settings.goal().name != "sft"
             step, double = (planned.step(rows(count * len(group)), rejected=rejected) for count in (1, 2))
             each = (double.total - step.total) / len(group)

@@ -130,7 +130,8 @@ class LossTrainer:
             for step in range(max(map(len, plans))):
                 live = [member for member in members.values() if step < len(member.plan)]
                 keys = (m.start.visit.key.at("phase", m.start.phase.name).at("step", step) for m in live)
-                stack.train_first(len(live), first.train, [key.at("dropout", 0).number() for key in keys])
+                seeds = [key.at("dropout", 0).number() for key in keys if model.backbone.config.lora.dropout]
+                stack.train_first(len(live), first.train, seeds)
                 self._step_together(loss, stack, live, step)
         return [members[number].steps.result(members[number].memory) for number in range(len(starts))]
 
