@@ -2,15 +2,17 @@
 
 Numbers are real, so a run can be compared with one on the CPU. Kernels of a GPU (flash attention, products of
 16 bits with a sum in 32) are not run. As a program it makes runs on both devices, and prints how far apart
-their tensors are: all methods and all of :data:`CASES`, or those that are named.
+their tensors are: all methods and all of :data:`CASES`, or those that are named. With ``@2``, the model is
+spread over two devices.
 
-    python tests/fake_gpu.py feddpo moe
+    python tests/fake_gpu.py feddpo moe@2
 
 It needs a process of its own, since PyTorch counts devices at the first backward pass.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -42,7 +45,8 @@ class _Module(_DummyBackendModule):
 # Before the first backward pass of the process, which counts the devices.
 _setup_privateuseone_for_python_backend("fake_gpu", backend_module=_Module())
 
-DEVICE = torch.device("fake_gpu", 0)
+DEVICE, SECOND = torch.device("fake_gpu", 0), torch.device("lazy", 0)
+"""The fake GPUs. A device in Python has one index, so the second is of the only other type with gradients."""
 _aten = torch.ops.aten
 _CROSSING = {
     *(_aten.copy_.default, _aten._to_copy.default),
@@ -59,7 +63,9 @@ class OnGpu(torch.Tensor):
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, device: torch.device = DEVICE) -> OnGpu:
+    def __new__(cls, inner: torch.Tensor, device: torch.device = DEVICE, requires_grad: bool = False) -> Any:
+        if isinstance(inner, OnGpu):  # accelerate makes a parameter by its class
+            return torch.nn.Parameter(inner, requires_grad)
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
@@ -73,6 +79,9 @@ class OnGpu(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.inner.tolist()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
 
     @classmethod
     def __torch_dispatch__(
@@ -94,8 +103,8 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         return 0  # attention without a kernel of the device
     named = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
     target = args[0].device if func is _aten.copy_.default else next(iter([*named, *devices]), None)
-    to_gpu = target is not None and target.type == DEVICE.type
-    target = torch.device(DEVICE.type, target.index or 0) if to_gpu else target
+    to_gpu = target is not None and target.type in (DEVICE.type, SECOND.type)
+    target = torch.device(target.type, 0) if to_gpu else target
     there = tree_map_only(torch.device, lambda device: torch.device("cpu"), (args, dict(kwargs)))
     args, kwargs = tree_map_only(OnGpu, lambda tensor: tensor.inner, there)
     if on and func is _aten.histc.default and not args[0].is_floating_point():  # CUDA's counts integers
@@ -129,9 +138,10 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
-_LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
-_LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
-_LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+for _backend in ("PrivateUse1", "Lazy"):
+    _LIBRARY.impl("empty_strided", _empty_strided, _backend)
+    _LIBRARY.impl("empty.memory_format", _empty, _backend)
+    _LIBRARY.impl("_copy_from", _copy_from, _backend)
 
 
 class _Mode(TorchDispatchMode):
@@ -150,12 +160,34 @@ class _Generator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
+def _device_map(model: Any, device_map: Any, max_memory: Any, quantizer: Any) -> Any:
+    """Split the model in the middle of its blocks, where transformers would go by memory."""
+    if device_map != "auto":
+        return device_map
+    trunk, found = model.base_model_prefix, {}
+    for name, child in model.base_model.named_children():
+        blocks = isinstance(child, torch.nn.ModuleList)
+        names = [f"{name}.{number}" for number in range(len(child))] if blocks else [name]
+        half = len(names) // 2 if blocks else len(names) * (not any("." in path for path in found))
+        found |= {path: int(place >= half) for place, path in enumerate(names)}
+    head = 0 if model.config.tie_word_embeddings else 1
+    places = {**{f"{trunk}.{path}": number for path, number in found.items()}, "lm_head": head}
+    return {path: str((DEVICE, SECOND)[number]) for path, number in places.items()}
+
+
 @contextmanager
 def fake_gpu() -> Iterator[None]:
     """Let prefed find the fake GPU as its device."""
     with pytest.MonkeyPatch.context() as patch:
         for room in ("models.backbone", "models.pretrained", "align.judge.local"):
             patch.setattr(f"prefed.{room}.find_device", lambda name: DEVICE)
+        patch.setattr("transformers.modeling_utils._get_device_map", _device_map)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "get_device_name", str)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 34, 1 << 34))
+        patch.setattr(
+            optimizer, "_get_fused_kernels_supported_devices", lambda: ["cpu", DEVICE.type, SECOND.type]
+        )
         patch.setattr(torch, "Generator", _Generator)
         # Views of a wrapped tensor cannot be inference tensors.
         patch.setattr(torch, "inference_mode", torch.no_grad)
@@ -171,6 +203,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all weights": {"model": {"train": "full"}},
     "plain path": {"model": {"fast": False}, "method": {"name": "fedpdpo"}},
     "checkpointing": {"model": {"checkpointing": True}},
+    "llama": {"model": {"name": "llama", "checkpointing": True}, "method": {"name": "fedper"}},
     "fedex": {"merge": {"lora": "fedex"}},
     "ppo": {"method": {"name": "feddpo", "objective": "ppo", "reward_model": "reward"}},
     "align": {"method": {"name": "fedbis"}, "align": {}},
@@ -185,38 +218,30 @@ _LEAST_TEXTS = 6
 
 
 def make_models(folder: Path) -> None:
-    """A mixture of four experts, two per token, and a reward model, with the tokenizer of the place."""
-    from transformers import AutoTokenizer, GPT2Config, Qwen3MoeConfig
+    """A Llama, a mixture of four experts, two per token, and a reward model; with the place's tokenizer."""
+    from transformers import AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
     from transformers import GPT2ForSequenceClassification as Reward
     from transformers import Qwen3MoeForCausalLM as Moe
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    moe = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        **ends,
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 2, **heads, **ends}
+    llama = LlamaConfig(intermediate_size=64, bos_token_id=None, **sizes)
+    moe = Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **sizes)
     reward = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, num_labels=1, **ends)
     torch.manual_seed(0)
-    for name, model in (("moe", Moe(moe)), ("reward", Reward(reward))):
+    for name, model in (("llama", LlamaForCausalLM(llama)), ("moe", Moe(moe)), ("reward", Reward(reward))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 
 
-def tables_of(folder: Path, case: str) -> dict[str, Any]:
+def tables_of(folder: Path, case: str, gpus: int) -> dict[str, Any]:
     """The experiment of a method or of one of :data:`CASES`."""
     from finished import small_experiment
 
     tables, changes = small_experiment(folder, rounds=1), CASES.get(case, {"method": {"name": case}})
-    tables["model"] |= changes.get("model", {})
+    tables["model"] |= {"gpus": gpus, **changes.get("model", {})}
     tables["method"] |= {"local_steps": 1, **changes.get("method", {})}
     for table, key in (("model", "name"), ("method", "reward_model")):
         if key in tables[table]:
@@ -224,7 +249,7 @@ def tables_of(folder: Path, case: str) -> dict[str, Any]:
     return {**tables, **{name: changes[name] for name in ("rounds", "merge") if name in changes}}
 
 
-def outcome(folder: Path, case: str, out: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+def outcome(folder: Path, case: str, gpus: int, out: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Make a run; return its loss and all tensors that it leaves, and the texts that it generates."""
     from safetensors.torch import load_file
 
@@ -239,7 +264,7 @@ def outcome(folder: Path, case: str, out: Path) -> tuple[dict[str, torch.Tensor]
     from prefed.train.generation import Sampling
 
     changes, texts = CASES.get(case, {}), list[str]()
-    done = run(Experiment.model_validate(tables_of(folder, case)), out)
+    done = run(Experiment.model_validate(tables_of(folder, case, gpus)), out)
     left = {client: RunReader(out).client(client) for client in ("left", "right")}
     states = {"server": done.server, **{name: state for name, state in left.items() if state is not None}}
     found = {
@@ -269,11 +294,18 @@ def outcome(folder: Path, case: str, out: Path) -> tuple[dict[str, torch.Tensor]
     return found, texts
 
 
+@functools.cache
+def expected(folder: Path, case: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The outcome on the CPU."""
+    return outcome(folder, case, 1, folder / f"{case}-cpu")
+
+
 def apart(folder: Path, case: str) -> float:
     """The largest difference between the tensors and losses of a run on either device."""
-    on_cpu, texts = outcome(folder, case, folder / f"{case}-cpu")
+    case, _, gpus = case.partition("@")
+    on_cpu, texts = expected(folder, case)
     with fake_gpu():
-        on_gpu, others = outcome(folder, case, folder / f"{case}-gpu")
+        on_gpu, others = outcome(folder, case, int(gpus or 1), folder / f"{case}-{gpus or 1}")
     assert (on_cpu.keys(), texts) == (on_gpu.keys(), others), f"{case}: {texts} and {others}"
     assert len(texts) >= _LEAST_TEXTS or not {"align", "judge"} & CASES.get(case, {}).keys()
     return max(float((on_gpu[name] - each).abs().max()) for name, each in on_cpu.items())
@@ -288,12 +320,13 @@ def main() -> None:
     with fake_gpu(), pytest.raises(RuntimeError, match="two devices"):
         torch.ones(2, device=DEVICE) + torch.ones(2)
     with fake_gpu(), pytest.raises(RuntimeError, match="two devices"):
-        torch.ones(2, device=DEVICE) + torch.ones(2, device=torch.device(DEVICE.type, 1))
+        torch.ones(2, device=DEVICE) + torch.ones(2, device=SECOND)
     with TemporaryDirectory() as name:
         folder = small_place(Path(name))
         make_models(folder)
         far = {}
-        for case in sys.argv[1:] or [*METHODS, *CASES]:
+        every = [*METHODS, *CASES]
+        for case in sys.argv[1:] or [*every, *(f"{case}@2" for case in every if case != "all weights")]:
             far[case] = apart(folder, case)
             print(json.dumps([case, far[case]]), flush=True)
     if not all(each < LIMIT for each in far.values()):

@@ -7,16 +7,18 @@ import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parents[1] / "fake_gpu.py"
-CASES = ["kept, personal", "moe, align"]
+CASES = ["kept, personal", "moe, align@2"]
 
 
 def test_runs_on_a_device_that_refuses_operands_of_the_cpu_end_as_on_the_cpu():
     """FedPDPO with an optimiser's state between rounds: frozen model, LoRA, bottleneck, personal head and
-    reward head. FedBis on a mixture of experts: selectors, generated completions, and the policy that learns
-    from them. Texts equal those on the CPU, and numbers do within 1e-4, which the program checks."""
+    reward head. FedBis on a mixture of experts, a block on each of two devices: selectors, generated
+    completions, and the policy that learns from them. Texts equal those on the CPU, and numbers do within
+    1e-4, which the program checks."""
+    path = os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, PROGRAM, *CASES],
-        env=os.environ | {"PYTHONPATH": str(PROGRAM.parent), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -228,6 +228,16 @@ def test_workers_take_turns_over_named_devices(monkeypatch):
     assert [worker.device for worker in backend._idle] == ["7", "GPU-5a", "7"]
 
 
+def test_workers_with_two_devices_each_take_turns_over_pairs_of_them(monkeypatch):
+    """Of five devices the fifth has no partner."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    backend = WorkerProcesses(JobFactory("toy:build", ""), None, BackendSettings(3, gpus=2))
+    for _ in range(3):
+        backend._idle.append(SimpleNamespace(device=backend._device()))
+    assert [worker.device for worker in backend._idle] == ["0,1", "2,3", "0,1"]
+
+
 @pytest.mark.parametrize(
     ("count", "words"),
     [

@@ -304,5 +304,5 @@ def test_four_bits_give_the_gradient_of_the_weights_that_they_stand_for(
     assert value == pytest.approx(loss, rel=1e-4)
     assert apart(got, want) < 1e-3
     assert apart(gradient(make_backbone(causal(family), None, plain, Key(1)), start=start)[0], want) > 0.02
-    with pytest.raises(ModelError, match="4 bits cannot take an adapter in: export the adapter"):
+    with pytest.raises(ModelError, match="cannot be merged into 4-bit weights; export the adapter"):
         save_merged(quantized, start, tmp_path / "merged")

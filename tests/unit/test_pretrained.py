@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.accelerate import _get_device_map
 
-from prefed.config import Experiment
+from prefed.config import ConfigError, Experiment
 from prefed.core import Key
 from prefed.models import ModelConfig, make_backbone
 from prefed.models.pretrained import (
@@ -18,6 +20,7 @@ from prefed.models.pretrained import (
     find_device,
     load_causal,
     load_pretrained,
+    placement,
     precision_notes,
     with_dtype,
 )
@@ -263,6 +266,60 @@ def test_weights_are_read_straight_to_the_current_gpu(device, place, gpu, tmp_pa
     (options,) = asked
     assert {name: value for name, value in options.items() if name == "device_map"} == place
     assert options["dtype"] == (torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+@pytest.fixture
+def two_gpus(gpu, monkeypatch):
+    """Two devices of 80 GB, and the names of CUDA devices that transformers takes."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 10**9, 80 * 10**9))
+
+
+def test_a_model_on_two_gpus_has_half_of_its_blocks_on_each(two_gpus):
+    """A Llama of 70 billion parameters takes 141 GB in bfloat16, more than one device of 80 GB. Its equal
+    blocks stay whole and in order, embeddings and head are 1.2 blocks each, so either device has 36 to 44 of
+    80 blocks. The head and the norm before it are on the last device, and nothing is on the disk."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    config = LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=8, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    assert sum(weight.nbytes for weight in model.parameters()) > 141 * 10**9
+    found = _get_device_map(model, **placement(torch.device("cuda"), 2), hf_quantizer=None)
+    blocks = [found[f"model.layers.{number}"] for number in range(80)]
+    assert blocks == sorted(blocks)
+    assert 36 <= blocks.count(0) <= 44
+    assert (found["model.embed_tokens"], found["model.norm"], found["lm_head"]) == (0, 1, 1)
+    assert set(found.values()) == {0, 1}
+
+
+def test_a_process_with_fewer_gpus_than_the_model_needs_is_refused(two_gpus):
+    with pytest.raises(ModelError, match=r"gpus = 3, but a process here has 2; lower gpus, or start fewer"):
+        placement(torch.device("cuda"), 3)
+
+
+def test_a_model_that_does_not_fit_on_its_gpus_is_refused(two_gpus, tmp_path, monkeypatch):
+    made = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": 1, "lm_head": "disk"})
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **more: made)
+    with pytest.raises(ModelError, match=r"does not fit in the free memory of 2 GPUs; raise \[model\] gpus"):
+        load_causal(ModelConfig(**checkpoint(tmp_path / "m", dtype="bfloat16"), gpus=2))
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"model": {"train": "full"}}, "gpus = 2 spreads a frozen model over CUDA devices: remove train"),
+        ({"model": {"device": "cpu"}}, "gpus = 2 spreads a frozen model over CUDA devices: remove device"),
+        ({"engine": {"devices": ["cuda:1"]}}, r"remove \[engine\] devices, and name devices in CUDA_VISIBLE"),
+        ({"engine": {"name": "ray"}}, "set ray.num_gpus = 2"),
+        ({"engine": {"name": "ray", "ray": {"num_gpus": 1}}}, "set ray.num_gpus = 2"),
+    ],
+)
+def test_settings_that_contradict_several_gpus_are_refused(tables, words):
+    data = {"train": "t.jsonl", "partition": {"by": "iid", "clients": 2}}
+    base = {"rounds": 1, "data": data, "method": "feddpo"}
+    model = {"name": "m", "gpus": 2, **tables.get("model", {})}
+    with pytest.raises(ConfigError, match=words):
+        Experiment.from_tables({**base, **tables, "model": model}, "file")
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,14 @@ class Experiment(StrictModel):
     def _judged(self) -> Experiment:
         if self.stop is not None:
             self.stop.check(self.method.kind, self.method.settings, self.evaluate.every)
+        gpus, ray = self.model.gpus, self.engine.ray
+        if gpus > 1 and self.engine.devices:
+            raise ValueError(
+                f"[model] gpus = {gpus} takes all visible devices, {gpus} for each process: remove [engine] "
+                "devices, and name devices in CUDA_VISIBLE_DEVICES"
+            )
+        if gpus > 1 and self.engine.name == "ray" and (ray is None or ray.num_gpus < gpus):
+            raise ValueError(f"[model] gpus = {gpus} needs as many for each actor: set ray.num_gpus = {gpus}")
         if self.engine.devices and self.model.device not in ("auto", "cuda"):
             raise ValueError(
                 f"[engine] devices lists CUDA devices, but [model] device = {self.model.device!r}: remove "

@@ -51,7 +51,7 @@ class BackendSettings:
         threads: number of PyTorch threads per process.
         timeout: seconds that a task may take in a worker; 0: no limit.
         address: address of a cluster; ``None``: start one on this machine.
-        gpus: number of GPUs per process on a cluster.
+        gpus: number of GPUs per process.
         devices: CUDA devices that the processes of this machine share, e.g. ``"cuda:0"``; empty: all.
         lockstep: runs visits of several clients at a time in this process; ``None``: one after the other.
     """

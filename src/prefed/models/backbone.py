@@ -28,6 +28,7 @@ from prefed.models.pretrained import (
     keep_four_bits,
     load_causal,
     load_pretrained,
+    own_forward,
     rope_settings,
     text_config,
     with_dtype,
@@ -65,6 +66,8 @@ class Backbone:
             of a variational selector. A shared LoRA applied over them acts alone.
         scaling: alpha / rank.
         family: the model's family; ``None`` if unknown.
+        device: device of the head, of what follows it, and of the trainable tensors. Blocks of a model on
+            several devices get copies of their tensors in each pass.
         parameters: the trainable tensors inside the model, views of ``flat`` with gradients in ``grad``.
         final: forward of the final norm; ``None`` if the family is unknown.
         logit_factor: factor of the logits that the model applies to its head's output, on the packed path.
@@ -152,7 +155,7 @@ class Backbone:
         tensors.copy_to(self.flat)
         for name, (weight, original, transposed) in self._bases.items():
             residual = self.parameters[name]
-            weight.data.copy_(original + (residual.t() if transposed else residual).to(original.dtype))
+            weight.data.copy_(original + (residual.t() if transposed else residual).to(original))
 
     def extract(self) -> Tensors:
         """Return a copy of the tensors in the model, on the CPU."""
@@ -244,10 +247,25 @@ def make_backbone(
     if device.type == "cuda":
         # No TF32: an implicit reward is a small difference of large sums, and bfloat16 is there for speed.
         torch.set_float32_matmul_precision("highest")
-    wrapped.to(device).eval()
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        device = _join_top(model)
+    else:
+        wrapped.to(device)
+    wrapped.eval()
     keep_four_bits(wrapped)
     check_language_model(wrapped, config.name)
     return with_parts(wrapped, tokenizer, config, key, needs, device)
+
+
+def _join_top(causal: Any) -> torch.device:
+    """Move the final norm of a model on several devices to the device of its head, and return that."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    device: torch.device = causal.get_output_embeddings().weight.device
+    family = find_family(causal)
+    if family is not None:
+        add_hook_to_module(getattr(causal.base_model, family.final_norm), AlignDevicesHook(device))
+    return device
 
 
 def adapted(model: Any, config: ModelConfig, needs: frozenset[str]) -> Any:
@@ -355,7 +373,9 @@ def recompute_blocks(causal: Any) -> None:
             "lower [engine] max_tokens"
         )
     for block in blocks:
-        block.forward = functools.partial(_recomputed, block.forward)
+        # Dropout is repeated from the random state of the device that the inputs are on.
+        own = own_forward(block)
+        setattr(block, own, functools.partial(_recomputed, getattr(block, own)))
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -376,6 +396,7 @@ def model_digest(backbone: Backbone) -> str:
             continue  # part of ``initial``
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.float32)
+        name = name.replace(".parametrizations", "").removesuffix(".original")
         digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.numpy().tobytes())
     digest.update(backbone.initial.flat.numpy().data)
     return digest.hexdigest()

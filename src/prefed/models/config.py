@@ -129,6 +129,12 @@ class ModelConfig(StrictModel):
         description="4-bit format for the linear layers of the frozen model (bitsandbytes); default: dtype",
     )
     device: Device = Field("auto", description="device of the model")
+    gpus: int = Field(
+        1,
+        ge=1,
+        description="CUDA devices of a process that its model is spread over, block by block; for a model "
+        "larger than one of them",
+    )
     fast: bool = Field(True, description="use fast paths if the model family supports them")
     checkpointing: bool = Field(
         False,
@@ -151,6 +157,9 @@ class ModelConfig(StrictModel):
     def _trainable(self) -> ModelConfig:
         if self.train == "full" and self.dtype not in (None, "float32"):
             raise ValueError(f"train = 'full' requires float32: remove dtype = {self.dtype!r}")
+        if self.gpus > 1 and (self.train == "full" or self.device not in ("auto", "cuda")):
+            key = "train = 'full'" if self.train == "full" else f"device = {self.device!r}"
+            raise ValueError(f"gpus = {self.gpus} spreads a frozen model over CUDA devices: remove {key}")
         if self.train == "full" and self.quantize is not None:
             raise ValueError(
                 f"train = 'full' cannot train 4-bit weights: remove quantize = {self.quantize!r}"

@@ -100,10 +100,10 @@ def lora_factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     personal = getattr(layer, "personal", None)
     if personal is None:
         return a, b
-    gate = personal.gate.sigmoid()
+    gate, own_a, own_b = (each.to(a.device) for each in (personal.gate.sigmoid(), personal.a, personal.b))
     if personal.factors:
-        return a + gate * personal.a, b + gate * personal.b
-    return torch.cat([a, personal.a]), torch.cat([b, gate * personal.b], 1)
+        return a + gate * own_a, b + gate * own_b
+    return torch.cat([a, own_a]), torch.cat([b, gate * own_b], 1)
 
 
 def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

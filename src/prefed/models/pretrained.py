@@ -175,16 +175,18 @@ def load_causal(config: ModelConfig) -> Any:
     convert their weights to ``dtype`` before each product.
 
     Raises:
-        ModelError: it cannot be loaded, the device does not support its dtype, or bitsandbytes is missing.
+        ModelError: it cannot be loaded, the device does not support its dtype, bitsandbytes is missing, or it
+            does not fit on ``gpus`` devices.
     """
     from transformers import AutoModelForCausalLM
 
     device = find_device(config.device)
     check_dtype(config, device)
-    dtype, options = getattr(torch, str(with_dtype(config).dtype)), placement(device)
+    dtype, options = getattr(torch, str(with_dtype(config).dtype)), placement(device, config.gpus)
     if config.quantize is not None:
-        options = _four_bits(config.quantize, dtype, device)
-    return load_pretrained(
+        # Weights are quantised on the device that they are loaded to.
+        options = {"device_map": {"": "cpu"}, **options, **_four_bits(config.quantize, dtype)}
+    model = load_pretrained(
         AutoModelForCausalLM,
         "[model] name",
         config.name,
@@ -193,15 +195,39 @@ def load_causal(config: ModelConfig) -> Any:
         dtype=dtype,
         **options,
     )
+    if config.gpus > 1 and {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()):
+        raise ModelError(
+            f"[model] name = {config.name!r} does not fit in the free memory of {config.gpus} GPUs; raise "
+            "[model] gpus, or set quantize = 'nf4'"
+        )
+    return model
 
 
-def placement(device: torch.device) -> dict[str, Any]:
-    """Return the options of ``from_pretrained`` that read weights to a GPU without a copy in main memory."""
-    return {} if device.type == "cpu" else {"device_map": _device_map(device)}
+def placement(device: torch.device, gpus: int = 1) -> dict[str, Any]:
+    """Return the options of ``from_pretrained`` that read weights to GPUs without a copy in main memory.
+
+    Args:
+        gpus: spread the model over this many CUDA devices, in proportion to their free memory.
+
+    Raises:
+        ModelError: this process sees fewer of them.
+    """
+    if gpus > 1:
+        if (count := torch.cuda.device_count()) < gpus:
+            raise ModelError(
+                f"[model] gpus = {gpus}, but a process here has {count}; lower gpus, or start fewer processes"
+            )
+        free = {number: torch.cuda.mem_get_info(number)[0] for number in range(gpus)}
+        # Without room on the disk, accelerate cannot finish a map that does not fit.
+        return {"device_map": "auto", "max_memory": free}
+    if device.type == "cpu":
+        return {}
+    return {"device_map": {"": torch.cuda.current_device() if device.type == "cuda" else device.type}}
 
 
-def _device_map(device: torch.device) -> dict[str, int | str]:
-    return {"": torch.cuda.current_device() if device.type == "cuda" else device.type}
+def own_forward(module: Any) -> str:
+    """Return the attribute with a module's forward, inside the hook that moves its inputs to its device."""
+    return "_old_forward" if hasattr(module, "_old_forward") else "forward"
 
 
 def check_dtype(config: ModelConfig, device: torch.device) -> None:
@@ -228,7 +254,7 @@ def check_quantized(quantize: str) -> None:
         )
 
 
-def _four_bits(quantize: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _four_bits(quantize: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return the options of ``from_pretrained`` for 4-bit weights."""
     check_quantized(quantize)
     from transformers import BitsAndBytesConfig
@@ -239,8 +265,7 @@ def _four_bits(quantize: str, dtype: torch.dtype, device: torch.device) -> dict[
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_use_double_quant=True,
     )
-    # Weights are quantised on the device that they are loaded to.
-    return {"quantization_config": scheme, "device_map": _device_map(device)}
+    return {"quantization_config": scheme}
 
 
 def keep_four_bits(model: Any) -> None:

@@ -263,7 +263,9 @@ class TasteMap:
             self._added = None
 
     def _add(self, module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor | None:
-        return None if self._added is None else (embedded + self._added).to(embedded.dtype)
+        if self._added is None:
+            return None
+        return (embedded + self._added.to(embedded.device)).to(embedded.dtype)
 
 
 @contextmanager

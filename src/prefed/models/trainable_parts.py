@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 from prefed.core import Entry, Key
 from prefed.models.config import ModelConfig
@@ -100,6 +101,29 @@ def _set(holder: Any, name: str) -> Callable[[nn.Parameter], None]:
     return functools.partial(setattr, holder, name)
 
 
+class _Copied(nn.Module):
+    """Copies a weight to a device, differentiably."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self.device)
+
+
+def _set_in_trunk(holder: Any, name: str) -> Callable[[nn.Parameter], None]:
+    """Place a parameter in a module that may be on another device, and then read it through a copy."""
+    device = getattr(holder, name).device
+
+    def place(parameter: nn.Parameter) -> None:
+        setattr(holder, name, parameter)
+        if parameter.device != device:
+            parametrize.register_parametrization(holder, name, _Copied(device), unsafe=True)
+
+    return place
+
+
 def _lora(context: PartContext) -> Iterator[ParameterSpec]:
     """Factors A, from one draw shared by all clients, and B = 0."""
     for stem, block, layer in lora_layers(context.causal):
@@ -110,7 +134,8 @@ def _lora(context: PartContext) -> Iterator[ParameterSpec]:
             start = torch.zeros(shape)
             if factor == "A":
                 start = uniform(context.key.at("lora", name), shape, shape[1])
-            yield ParameterSpec(Entry(name, shape, "lora", block, factor), start, _set(holder, "weight"))
+            place = _set_in_trunk(holder, "weight")
+            yield ParameterSpec(Entry(name, shape, "lora", block, factor), start, place)
 
 
 def _weights(context: PartContext) -> Iterator[ParameterSpec]:
@@ -196,13 +221,14 @@ class FinalNorm:
         if self.bypass:
             return z
         dtype = z.dtype
+        if (own := next(self.norm.parameters(), None)) is not None:
+            z = z.to(own.device)
         if self.encode is not None and self.decode is not None:
             w, b = self.encode.weight.to(dtype), self.encode.bias.to(dtype)
             inner = self.dropout(F.gelu(F.linear(z, w, b)))
             z = z + F.linear(inner, self.decode.weight.to(dtype), self.decode.bias.to(dtype))
-        own = next((parameter.dtype for parameter in self.norm.parameters()), dtype)
-        if own != dtype:
-            z = z.to(own)
+        if own is not None:
+            z = z.to(own.dtype)
         result: torch.Tensor = self.original(z, *args, **kwargs)
         return result.to(self.dtype or dtype)
 
@@ -292,7 +318,7 @@ def _norm(context: PartContext) -> Iterator[ParameterSpec]:
         for name, parameter in own:
             start = parameter.detach().float().clone()
             entry = Entry(f"norm/{path}/{name}", tuple(start.shape), "norm", int(match[1]) if match else None)
-            yield ParameterSpec(entry, start, _set(module, name))
+            yield ParameterSpec(entry, start, _set_in_trunk(module, name))
 
 
 def _residual(context: PartContext) -> Iterator[ParameterSpec]:

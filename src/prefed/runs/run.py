@@ -305,7 +305,7 @@ def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
         engine.threads or 1,
         engine.visit_timeout,
         ray.address,
-        ray.num_gpus,
+        ray.num_gpus if engine.name == "ray" else experiment.model.gpus,
         tuple(engine.devices or ()),
         Lockstep(cast("PairTrainerFactory", job.trainers).pair_trainer, engine.stack)
         if engine.stack > 1

@@ -43,6 +43,7 @@ CODE = "code of "
 
 _CHANGEABLE = {
     *("engine.name", "engine.workers", "engine.visit_timeout", "engine.devices", "model.checkpointing"),
+    "model.gpus",
 }
 """Settings that do not affect results and may change when a run is resumed."""
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from prefed.data import Pair
 from prefed.models import Backbone
 from prefed.models.families import Family
-from prefed.models.pretrained import brief
+from prefed.models.pretrained import brief, own_forward
 from prefed.models.stacked_lora import Stack
 from prefed.models.tastes import tasting
 from prefed.train.logprobs import token_logprobs
@@ -114,7 +114,7 @@ class Packing:
     ends: bool = False
     hidden: torch.Tensor | None = None
     _masks: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor] = field(default_factory=dict)
-    _sequences: dict[bool, Sequences] = field(default_factory=dict)
+    _sequences: dict[tuple[bool, torch.device], Sequences] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -205,9 +205,9 @@ class Packing:
         total = total.index_add(0, response, hidden[index].float())
         return total / torch.bincount(response, minlength=count).clamp(min=1)[:, None]
 
-    def sequences(self, tail: bool) -> Sequences:
+    def sequences(self, tail: bool, device: torch.device) -> Sequences:
         """Return the sequences for all queries, or with ``tail`` for those at ``rows``."""
-        if tail not in self._sequences:
+        if (tail, device) not in self._sequences:
             keys, queries, lengths, start = [], [], [], 0
             for segment in self.segments:
                 p, c, r = segment.prompt, segment.chosen, segment.rejected
@@ -219,20 +219,19 @@ class Packing:
                     queries.append(1 if tail and self.ends else r)
                 lengths += [p + c, p + r] if r else [p + c]
                 start += segment.length
-            device = self.ids.device
             query_ends, key_ends = (
                 torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device)
                 for counts in (queries, lengths)
             )
-            self._sequences[tail] = Sequences(
-                self.rows if tail and not self.whole else None,
+            self._sequences[tail, device] = Sequences(
+                self.rows.to(device) if tail and not self.whole else None,
                 torch.from_numpy(np.concatenate(keys)).to(device) if sum(lengths) > start else None,
                 tuple(queries),
                 tuple(lengths),
                 query_ends,
                 key_ends,
             )
-        return self._sequences[tail]
+        return self._sequences[tail, device]
 
     def causal(self, prompt: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask ``[count, prompt + count]`` of a response: causal after the prompt."""
@@ -322,7 +321,7 @@ def _attention(
     if window and window >= max(each.prompt + max(each.chosen, each.rejected) for each in packing.segments):
         window = None
     if kernel := _kernel(query) or (_one_by_one if window else None):
-        sequences = packing.sequences(bool(packing_tail))
+        sequences = packing.sequences(bool(packing_tail), query.device)
         result = _by_sequences(kernel, sequences, query, key, value, scaling, window)
         if packing_tail == "fill" and sequences.rows is not None:
             result = result.new_zeros(query.shape[2], *result.shape[1:]).index_copy(0, sequences.rows, result)
@@ -511,7 +510,8 @@ def _tail(block: Any, original: Any, family: Family, hidden: torch.Tensor, *args
     options = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_ATTENTION}
     tail = "shorten" if family.shortens else "fill"
     mixed = attention(norm1(hidden), attention_mask=None, packing_tail=tail, **options)[0]
-    rows = hidden[:, packing.rows] + (mixed if family.shortens else mixed[:, packing.rows])
+    at = packing.rows.to(hidden.device)
+    rows = hidden[:, at] + (mixed if family.shortens else mixed[:, at])
     packing.hidden = rows + mlp(norm2(rows))
     return hidden.detach()
 
@@ -522,7 +522,7 @@ def _whole(original: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> An
     packing = kwargs.get("packing")
     if packing is not None:
         states = output[0] if isinstance(output, tuple) else output
-        packing.hidden = states[:, packing.rows]
+        packing.hidden = states[:, packing.rows.to(states.device)]
     return output
 
 
@@ -600,7 +600,8 @@ def enable_packing(backbone: Backbone, longest: int = 0) -> str:
     if causal.config._attn_implementation == NAME:
         return ""
     block = getattr(backbone.trunk, family.blocks)[-1]
-    usual, forward = causal.config._attn_implementation, block.forward
+    own = own_forward(block)
+    usual, forward = causal.config._attn_implementation, getattr(block, own)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     check = backbone.device.type != "meta"
@@ -614,7 +615,7 @@ def enable_packing(backbone: Backbone, longest: int = 0) -> str:
             if causal.config._attn_implementation != NAME:
                 problem = _OTHER_ATTENTION
             whole = functools.partial(_whole, forward)
-            block.forward = functools.partial(_tail, block, forward, family) if family.norm1 else whole
+            setattr(block, own, functools.partial(_tail, block, forward, family) if family.norm1 else whole)
             if expected is not None and not problem:
                 packing = Packing.of([probe], device=backbone.device)
                 apart = float(
@@ -626,7 +627,7 @@ def enable_packing(backbone: Backbone, longest: int = 0) -> str:
         problem = brief(error)
     if problem:
         causal.set_attn_implementation(usual)
-        block.forward = forward
+        setattr(block, own, forward)
     else:
         backbone.logit_factor = factor
     return problem
@@ -656,7 +657,7 @@ def trunk_hidden(backbone: Backbone, packing: Packing, tastes: torch.Tensor | No
         _packed.reset(token)
     hidden, packing.hidden = packing.hidden, None
     assert hidden is not None
-    return hidden[0]
+    return hidden[0].to(backbone.device)
 
 
 class PackedForward(PairForward):

@@ -131,7 +131,7 @@ class Worker(PoolWorker):
 class WorkerProcesses(Pool[Worker]):
     """Distributes tasks over worker processes on this machine.
 
-    If the settings name CUDA devices or there are several, each worker gets one of them.
+    If the settings name CUDA devices or there are several, each worker gets one or more of them.
 
     Raises:
         WorkerError: (on entering) a process cannot build the job; (from :meth:`run`) as :class:`Pool`.
@@ -163,7 +163,7 @@ class WorkerProcesses(Pool[Worker]):
         return worker
 
     def _device(self) -> str | None:
-        """The allowed CUDA device with the fewest workers; ``None`` if workers need no choice."""
+        """The allowed CUDA device or devices with the fewest workers; ``None`` if workers need no choice."""
         count = torch.cuda.device_count()
         named = os.environ.get(DEVICES)
         devices = named.split(",")[:count] if named else [str(number) for number in range(count)]
@@ -171,8 +171,10 @@ class WorkerProcesses(Pool[Worker]):
             devices = [devices[number] for number in check_devices(self._settings.devices)]
         elif count < 2:
             return None
+        size = min(max(1, int(self._settings.gpus)), len(devices))
+        groups = [",".join(devices[n : n + size]) for n in range(0, len(devices) - size + 1, size)]
         taken = Counter(worker.device for worker in (*self._idle, *self._busy))
-        return min(devices, key=lambda device: taken[device])
+        return min(groups, key=lambda group: taken[group])
 
 
 def check_devices(devices: Sequence[str]) -> list[int]:
