@@ -312,6 +312,7 @@ def test_a_model_that_does_not_fit_on_its_gpus_is_refused(two_gpus, tmp_path, mo
         ({"engine": {"devices": ["cuda:1"]}}, r"remove \[engine\] devices, and name devices in CUDA_VISIBLE"),
         ({"engine": {"name": "ray"}}, "set ray.num_gpus = 2"),
         ({"engine": {"name": "ray", "ray": {"num_gpus": 1}}}, "set ray.num_gpus = 2"),
+        ({"engine": {"stack": 2}}, "stack = 2 needs the model on one device"),
     ],
 )
 def test_settings_that_contradict_several_gpus_are_refused(tables, words):

@@ -217,6 +217,11 @@ class Experiment(StrictModel):
             )
         if gpus > 1 and self.engine.name == "ray" and (ray is None or ray.num_gpus < gpus):
             raise ValueError(f"[model] gpus = {gpus} needs as many for each actor: set ray.num_gpus = {gpus}")
+        if gpus > 1 and self.engine.stack > 1:
+            raise ValueError(
+                f"[engine] stack = {self.engine.stack} needs the model on one device: remove it, or remove "
+                "[model] gpus"
+            )
         if self.engine.devices and self.model.device not in ("auto", "cuda"):
             raise ValueError(
                 f"[engine] devices lists CUDA devices, but [model] device = {self.model.device!r}: remove "

@@ -7,7 +7,6 @@ at a time. A visit that starts a phase waits until every other one has started a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from prefed.core import PhaseResult
 from prefed.models.pretrained import ModelError
 from prefed.models.stacked_lora import why_not_stacked
-from prefed.train.loss_trainer import LossTrainer, PhaseStart
+from prefed.train.loss_trainer import SHARED_TRAINING, LossTrainer, PhaseStart
 from prefed.train.packed import PackedForward
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class _Turn(Generic[T]):
         return result
 
     def _run(self) -> None:
-        TURN.set(self)
+        SHARED_TRAINING.set(self.train)
         try:
             self._received()
             self.result = self._work()
@@ -80,10 +79,6 @@ class _Turn(Generic[T]):
             self._paused.put(error)
         else:
             self._paused.put(None)
-
-
-TURN: ContextVar[_Turn[Any] | None] = ContextVar("turn", default=None)
-"""The visit of this thread, if it runs in lockstep."""
 
 
 class Lockstep:

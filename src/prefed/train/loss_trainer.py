@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,12 @@ class PhaseStart(NamedTuple):
     visit: Visit
     tensors: Tensors
     phase: Phase
+
+
+SHARED_TRAINING: ContextVar[Callable[[PhaseStart], PhaseResult] | None] = ContextVar(
+    "shared_training", default=None
+)
+"""Trains a phase of this thread's visit in lockstep with other clients'; ``None``: phases train alone."""
 
 
 @dataclass

@@ -21,8 +21,13 @@ from prefed.models.adapters import save_adapter
 from prefed.models.backbone import model_digest
 from prefed.models.mixed_rewards import LOGITS
 from prefed.models.trainable_parts import EXAMPLE_COUNT
-from prefed.train.lockstep import TURN
-from prefed.train.loss_trainer import ChoiceTrainer, LossTrainer, PhaseStart, ThumbTrainer
+from prefed.train.loss_trainer import (
+    SHARED_TRAINING,
+    ChoiceTrainer,
+    LossTrainer,
+    PhaseStart,
+    ThumbTrainer,
+)
 from prefed.train.losses import LATENT, MIXED, PPO, reads_thumbs
 from prefed.train.metrics import ChoiceScores, PairScores, ThumbScores
 from prefed.train.optimizer_steps import Visit, first_loss_scale
@@ -246,9 +251,9 @@ class PairVisit(Visit):
         """
         phase.check(self.ownership)
         _not_empty(self.rows)
-        turn = TURN.get()
-        if turn is not None:
-            return turn.train(PhaseStart(self, tensors, phase))
+        shared = SHARED_TRAINING.get()
+        if shared is not None:
+            return shared(PhaseStart(self, tensors, phase))
         return self.pair_trainer.trainer(phase.objective).train(self, tensors, phase)
 
     def gradient(
