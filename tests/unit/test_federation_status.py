@@ -102,14 +102,14 @@ def test_a_site_that_tells_names_has_none_to_explain(tmp_path):
 
 
 def test_the_status_in_the_text_format_of_prometheus(tmp_path):
-    """Two messages of 812 and 188 bytes in rounds 2 and 3, one of them withheld; a refusal, which names no
-    run. Two releases of ann and one of ``ADA`` with z = 10: the larger loss is that of 1/z² = 0.02. The
-    client's name, with its newline, is in no line."""
+    """Two messages of 812 and 188 bytes in rounds 2 and 3, one of them withheld; a refusal, whose run is no
+    label, since a hub may name any. Two releases of ann and one of ``ADA`` with z = 10: the larger loss is
+    that of 1/z² = 0.02. The client's name, with its newline, is in no line."""
     config = site_config(tmp_path, tmp_path, "w0", limits={"epsilon": 8.0, "delta": 1e-5})
     log = SentLog(tmp_path / "site-w0" / "log")
     log.add("train", run=RUN, round=2, client=ADA, bytes=812)
     log.add("train", run=RUN, round=3, client=ADA, bytes=188, withheld="too few pairs")
-    log.add("refused", run="../etc", refused="[limits] rounds")
+    log.add("refused", run=OTHER, refused="[limits] rounds")
     (last,) = [each["time"] for each in log.entries()][-1:]
     releases = Releases(tmp_path / "site-w0")
     noise = Privacy(kind="local", clip=1.0, noise_multiplier=10.0, delta=1e-5)

@@ -183,7 +183,8 @@ def prometheus_lines(config: SiteConfig) -> Iterator[str]:
     limit = [] if config.limits.epsilon is None else [config.limits.epsilon]
 
     def of_runs(key: str) -> list[tuple[dict[str, str], float]]:
-        return [({"run": run.name}, getattr(run, key)) for run in runs]
+        # A hub could name runs without end in requests that are refused.
+        return [({"run": r.name}, getattr(r, key)) for r in runs if r.messages or r.private]
 
     def single(values: Iterable[float]) -> list[tuple[dict[str, str], float]]:
         return [({}, value) for value in values]
