@@ -49,7 +49,7 @@ def test_a_run_with_ranks_is_resumed_and_evaluated(place, tmp_path):
         ({"merge": {"ranks": {"left": 3}}}, "'left' has rank 3, above that of .model.lora., 2: raise the"),
         ({"merge": {"ranks": {"left": 0}}}, "merge.ranks.left = 0: should be greater than or equal to 1"),
         ({"merge": {"ranks": {"left": 1}, "lora": "ffa"}}, "whose frozen A has the rank of the model"),
-        ({"merge": {"ranks": {"left": 1}, "rule": "krum"}}, "takes the zeros of the padding"),
+        ({"merge": {"ranks": {"left": 1}, "rule": "krum"}}, "counts the zeros of the padding"),
         ({"merge": {"ranks": {"left": 1}}, "graph": {"name": "ring"}}, "ranks needs a server"),
         (
             {

@@ -372,8 +372,8 @@ def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:
         yield f"{name} does not support differential privacy: {_NEVER[name]}"
     if merge.weights != "uniform" and experiment.whole_graph is None:
         yield (
-            f"[merge] weights = {merge.weights!r} depends on numbers of the clients, which are sent "
-            "without noise and give some clients more weight: set 'uniform'"
+            f"[merge] weights = {merge.weights!r} depends on numbers that clients send without "
+            "noise, and gives some clients more weight: set 'uniform'"
         )
     if experiment.method.settings.schedule == "plateau":
         yield "schedule 'plateau' depends on clients' losses, which are not sent: use another schedule"

@@ -191,8 +191,8 @@ class MergeConfig(StrictModel):
             )
         if self.ranks and self.rule not in ("mean", "norm_clip"):
             raise ValueError(
-                f"ranks cannot be combined with rule {self.rule!r}, which takes the zeros of the padding for "
-                "numbers of clients; use rule mean or norm_clip"
+                f"ranks cannot be combined with rule {self.rule!r}, which counts the zeros of the padding "
+                "as values of clients; use rule mean or norm_clip"
             )
         if self.ranks and self.lora == "ffa":
             raise ValueError(

@@ -8,7 +8,7 @@ A client mixes K shared linear rewards of a frozen hidden state h. In every roun
              sends B_i, keeps v_i
     server   B ← Σ_{i∈S} p_i B_i
 
-A newcomer fits its weights alone to a few pairs.
+A newcomer fits only its weights to a few pairs.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 Model A of PAL. A client prefers the response whose projection is closer to its ideal point. In every round::
 
     server   samples a cohort S and broadcasts the projection f and the prototypes p_1, …, p_K, as φ
-    client   φ_i ← φ; K local steps on φ_i and its own weights w_i = softmax(v_i), with a_i = f(Σ_k w_ik p_k):
-                 loss = −log σ(‖f(h(x, y_l)) − a_i‖ − ‖f(h(x, y_w)) − a_i‖)
+    client   φ_i ← φ; K local steps on φ_i and its own weights w_i = softmax(v_i), with a_i = Σ_k w_ik p_k:
+                 loss = −log σ(‖f(h(x, y_l)) − f(a_i)‖ − ‖f(h(x, y_w)) − f(a_i)‖)
              sends φ_i, keeps v_i
     server   φ ← Σ_{i∈S} p_i φ_i
 
-h is a frozen hidden state. A newcomer fits its weights alone to a few pairs.
+h is a frozen hidden state. A newcomer fits only its weights to a few pairs.
 """
 
 from __future__ import annotations

@@ -152,6 +152,7 @@ class PlannedModel:
         config: settings of the model, with a dtype.
         needs: see :func:`prefed.models.load_backbone`.
         tokens: all pairs.
+        max_tokens: most tokens in one forward pass.
         slots: numbers of the optimiser's state per trained number.
         clients: number of clients that share a pass, each with its own tensors.
 
@@ -325,7 +326,7 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
         trained = np.concatenate([data.train for data in dataset.clients.values()])
         longest = trained[dataset.tokens.lengths[trained].sum(1).argmax()]
         for changes in savings:
-            if changes and model.checkpointing and "checkpointing" in changes:
+            if model.checkpointing and "checkpointing" in changes:
                 continue
             config = model.model_copy(update=changes)
             try:

@@ -39,7 +39,7 @@ class MixingSettings(SelectorSettings):
 
 @dataclass(frozen=True)
 class Mixtures(FedAvgBase):
-    """The steps of a FedAvg round in which the weights are personal, with a learning rate of their own."""
+    """The steps of a FedAvg round in which the weights are personal and have their own learning rate."""
 
     @classmethod
     def over(cls, settings: MixingSettings, aggregator: Aggregator, rounds: int) -> Mixtures:

@@ -1,4 +1,4 @@
-"""Clients with LoRA ranks of their own, by zero-padding (HetLoRA, Cho et al. 2024, arXiv:2401.06432).
+"""Clients with LoRAs of different ranks, by zero-padding (HetLoRA, Cho et al. 2024, arXiv:2401.06432).
 
 A client of rank r_i receives, trains and sends the first r_i rows of each A and columns of each B. The server
 pads them with zeros, and merges as usual; rows and columns that no upload has keep their values. In the
