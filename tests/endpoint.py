@@ -1,4 +1,4 @@
-"""A server of chat completions for tests, on this machine."""
+"""A server of completions for tests, on this machine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ def answer(text: str | None) -> Reply:
     return 200, {"Content-Type": "application/json"}, json.dumps(body).encode()
 
 
+def completion(text: str) -> Reply:
+    """A completion of a text."""
+    choice = {"index": 0, "finish_reason": "stop", "text": text}
+    body = {"id": "1", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}
+    return 200, {"Content-Type": "application/json"}, json.dumps(body).encode()
+
+
 def failure(status: int, message: str, headers: dict[str, str] | None = None, **error: Any) -> Reply:
     """An error as OpenAI's endpoint words it."""
     body = {"error": {"message": message, "type": "error", "param": None, "code": None, **error}}
@@ -27,15 +34,17 @@ def failure(status: int, message: str, headers: dict[str, str] | None = None, **
 
 
 class Server:
-    """Answers each request by a function of the question and of its number.
+    """Answers each request by a function of the question, text or path, and of its number.
 
     Attributes:
         requests: bodies and headers (lower case) of all requests, in the order of their arrival.
+        paths: of the requests.
         url: of the endpoint.
     """
 
     def __init__(self, reply: Callable[[str, int], Reply]) -> None:
         self.requests: list[tuple[dict[str, Any], dict[str, str]]] = []
+        self.paths: list[str] = []
         outer, lock = self, threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,8 +54,10 @@ class Server:
                     outer.requests.append(
                         (body, {name.lower(): value for name, value in self.headers.items()})
                     )
+                    outer.paths.append(self.path)
                     number = len(outer.requests)
-                status, headers, data = reply(body["messages"][-1]["content"], number)
+                chat = body.get("messages", [{"content": body.get("prompt", self.path)}])
+                status, headers, data = reply(chat[-1]["content"], number)
                 try:
                     self.send_response(status)
                     for name, value in {**headers, "Content-Length": str(len(data))}.items():

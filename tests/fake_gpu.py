@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import optimizer
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -90,7 +91,7 @@ class OnGpu(torch.Tensor):
         return _run(func, args, kwargs or {})
 
 
-def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     leaves = tree_leaves((args, dict(kwargs)))
     on = [leaf for leaf in leaves if isinstance(leaf, OnGpu)]
     off = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, OnGpu)]
@@ -105,6 +106,7 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     target = args[0].device if func is _aten.copy_.default else next(iter([*named, *devices]), None)
     to_gpu = target is not None and target.type in (DEVICE.type, SECOND.type)
     target = torch.device(target.type, 0) if to_gpu else target
+    wrapped = args, dict(kwargs)
     there = tree_map_only(torch.device, lambda device: torch.device("cpu"), (args, dict(kwargs)))
     args, kwargs = tree_map_only(OnGpu, lambda tensor: tensor.inner, there)
     if on and func is _aten.histc.default and not args[0].is_floating_point():  # CUDA's counts integers
@@ -119,7 +121,11 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             result = result.clone()
         return OnGpu(result, target) if to_gpu else result
 
-    return tree_map_only(torch.Tensor, placed, func(*args, **kwargs))
+    results = tree_map_only(torch.Tensor, placed, func(*args, **kwargs))
+    if torch.Tag.inplace_view in func.tags and args[0].shape != wrapped[0][0].shape:
+        with no_dispatch():  # the shape of the wrapper, as of what is in it
+            func(*wrapped[0], **wrapped[1])
+    return results
 
 
 def _empty_strided(size: Any, stride: Any, **options: Any) -> torch.Tensor:
@@ -272,7 +278,8 @@ def outcome(folder: Path, case: str, gpus: int, out: Path) -> tuple[dict[str, to
         for name, state in states.items()
         for group, each in state.tensors.items()
     }
-    found["loss"] = torch.tensor(done.rounds[-1]["loss"])
+    measured = {name: done.rounds[-1][name] for name in ("loss", "preference_accuracy")}
+    found |= {name: torch.tensor(each) for name, each in measured.items() if each is not None}
     prompts = [f"Case {number}:" for number in range(30, 36)]
     if "align" in changes:
         file = folder / "prompts.jsonl"

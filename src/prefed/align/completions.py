@@ -2,25 +2,81 @@
 
 A policy that takes tastes has one such stage per generation: the current policy completes each prompt with
 the taste drawn for it. Held-out prompts are completed only in the first generation.
+
+Completions come from :func:`~prefed.train.generation.complete_batch`, or from a server, whose numbers prefed
+does not control: with the same settings, it may give others.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from prefed.align.alignment import Alignment
-from prefed.align.policy import AlignError
+from prefed.align.judge.endpoint import Endpoint, NoAnswerError
+from prefed.align.policy import FOLDER, AlignError
 from prefed.align.stages import Figures, Stage, append, rows_in, whole_batches
 from prefed.align.start import own_prompts
 from prefed.align.tastes import TASTES, Generation, at_prompts, held_out_prompts, policy_before
+from prefed.config.align import EndpointConfig
+from prefed.core import Key
+from prefed.data import Prompt
 from prefed.data.encoding import continuation_text
 from prefed.data.record import plain_prompt
 from prefed.data.tokens import prompt_hash
 from prefed.train.generation import Sampling, complete_batch, length_batches, prompt_ids
 
 FILE = "completions.jsonl"
+
+
+def endpoint_of(config: EndpointConfig) -> Endpoint:
+    """Return the client of a server that generates completions.
+
+    Raises:
+        JudgeError: as :class:`~prefed.align.judge.endpoint.Endpoint`.
+    """
+    return Endpoint(
+        config.model,
+        config.url,
+        config.key_variable,
+        timeout=config.timeout,
+        parallel=config.parallel,
+        setting="[align.endpoint]",
+        prefix="[align.endpoint] ",
+    )
+
+
+def _from_endpoint(
+    alignment: Alignment, server: EndpointConfig
+) -> Callable[[Sequence[tuple[Prompt, Key]]], list[str]]:
+    """Return a function that lets a server complete prompts."""
+    endpoint, config, template = endpoint_of(server), alignment.config, alignment.template
+    if server.load_adapter:
+        endpoint.load_adapter(alignment.folder / FOLDER)
+    options: dict[str, Any] = {
+        "max_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        **({"extra_body": {"top_k": config.top_k}} if config.top_k else {}),
+    }
+
+    def ask(wanted: tuple[Prompt, Key]) -> str:
+        prompt, key = wanted
+        # With one seed for all requests, a server could repeat a completion. Not every server takes seeds.
+        own, others = {**options, "seed": key.number() % 2**31}, {"seed": None}
+        try:
+            if template.chat and not isinstance(prompt, str):
+                messages = [vars(message) for message in prompt]
+                return endpoint.chat(messages, own, {**others, "max_tokens": "max_completion_tokens"})
+            return endpoint.complete(template.prompt(prompt), own, others)
+        except NoAnswerError as error:
+            raise AlignError(
+                f"{server.url} did not complete {plain_prompt(prompt)!r:.200}: {error}"
+            ) from None
+
+    return lambda batch: list(endpoint.map(ask, batch))
 
 
 def _work(alignment: Alignment, generation: Generation) -> Figures:
@@ -58,6 +114,8 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         top_k=config.top_k,
     )
     name, key = generation.stage("completions"), generation.key(alignment)
+    server = config.endpoint
+    remote = None if server is None or done == len(batches) else _from_endpoint(alignment, server)
     begun, tokens, finished = time.perf_counter(), 0, sum(map(len, batches[:done]))
     alignment.callback.on_stage_begin(name, finished, len(wanted))
     for batch in batches[done:]:
@@ -65,28 +123,37 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
             key.at("prompt", hashes[number]).at("sample", sample)
             for number, sample in (wanted[place] for place in batch)
         ]
-        responses = complete_batch(
-            policy,
-            tensors,
-            [sequences[place] for place in batch],
-            how,
-            keys,
-            tastes=at_prompts(drawn, (wanted[place][0] for place in batch)),
-        )
+        if remote is not None:
+            texts = remote(
+                [(prompts[wanted[place][0]].prompt, key) for place, key in zip(batch, keys, strict=True)]
+            )
+            counts = [len(policy.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        else:
+            responses = complete_batch(
+                policy,
+                tensors,
+                [sequences[place] for place in batch],
+                how,
+                keys,
+                tastes=at_prompts(drawn, (wanted[place][0] for place in batch)),
+            )
+            ended = zip(batch, responses, strict=True)
+            texts = [continuation_text(policy.tokenizer, sequences[place], ids) for place, ids in ended]
+            counts = list(map(len, responses))
         rows = []
-        for place, response in zip(batch, responses, strict=True):
+        for place, text, count in zip(batch, texts, counts, strict=True):
             number, sample = wanted[place]
             rows.append(
                 {
                     "prompt": plain_prompt(prompts[number].prompt),
-                    "completion": continuation_text(policy.tokenizer, sequences[place], response),
+                    "completion": text,
                     "index": number,
                     "sample": sample,
-                    "tokens": len(response),
+                    "tokens": count,
                 }
             )
         append(path, rows)
-        tokens, finished = tokens + sum(map(len, responses)), finished + len(batch)
+        tokens, finished = tokens + sum(counts), finished + len(batch)
         rate = tokens / max(time.perf_counter() - begun, 1e-9)
         alignment.callback.on_stage_step(name, finished, len(wanted), {"tokens_per_second": rate})
     seconds = max(time.perf_counter() - begun, 1e-9)
@@ -95,11 +162,16 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         "tokens": sum(row["tokens"] for row in rows_in(path)),
         "too_long": sum(len(ids[number]) > room for number in numbers),
         "tokens_per_second": tokens / seconds,
+        **({} if server is None else {"model": server.model, "url": server.url, "bit_reproducible": False}),
     }
 
 
 def _longest(alignment: Alignment) -> int:
     return min(alignment.data.max_length, alignment.policy.window or alignment.data.max_length)
+
+
+_ASKED = {"model", "url", "load_adapter"}
+"""Settings of an endpoint that its completions depend on."""
 
 
 def _settings(alignment: Alignment) -> dict[str, Any]:
@@ -109,6 +181,7 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
     return {
         **{name: getattr(config, name) for name in names},
         **tastes,
+        **({} if config.endpoint is None else {"endpoint": config.endpoint.model_dump(include=_ASKED)}),
         "seed": alignment.seed,
         "template": data.template,
         "max_length": data.max_length,

@@ -1,6 +1,6 @@
 """The experiment file: typed settings and their validation errors."""
 
-from prefed.config.align import AlignConfig
+from prefed.config.align import AlignConfig, EndpointConfig
 from prefed.config.errors import ConfigError
 from prefed.config.experiment import Experiment, to_toml
 from prefed.config.settings import (
@@ -19,6 +19,7 @@ __all__ = [
     "AlignConfig",
     "CohortConfig",
     "ConfigError",
+    "EndpointConfig",
     "EngineConfig",
     "EvaluateConfig",
     "Experiment",

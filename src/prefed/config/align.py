@@ -28,6 +28,29 @@ LABELLERS = ("majority", "mean", "minimum", "adaptive")
 """How all selectors label together; see :func:`prefed.align.labels.leads`."""
 
 
+class EndpointConfig(StrictModel):
+    """A server compatible with OpenAI's API (vLLM, llama.cpp and others) that generates completions.
+
+    It receives the server's prompts only. Completions are not bit-reproducible.
+    """
+
+    model: str = Field(min_length=1, description="the name of the initial policy on that server")
+    url: str = Field(description="its base URL, e.g. http://localhost:8000/v1")
+    key_variable: str = Field(
+        "OPENAI_API_KEY",
+        pattern=r"^\w*API_KEY$",
+        description="environment variable with its key, which is sent to url and never stored; its name must "
+        "end in API_KEY",
+    )
+    timeout: float = Field(120.0, gt=0, description="seconds to wait for an answer")
+    parallel: int = Field(4, ge=1, description="concurrent requests")
+    load_adapter: bool = Field(
+        False,
+        description="let the server load the initial policy's adapter from this machine's disk, under the "
+        "name model (vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)",
+    )
+
+
 class AlignConfig(StrictModel):
     """Alignment of the server's model on unlabelled prompts.
 
@@ -65,6 +88,9 @@ class AlignConfig(StrictModel):
     )
     top_k: int = Field(0, ge=0, description="sample from this many most probable tokens; 0: all")
     generate: int = Field(16, ge=1, description="completions per batch, for prompts of equal length")
+    endpoint: EndpointConfig | None = Field(
+        None, description="a server that generates the completions; default: this process generates them"
+    )
     labels: int | str = Field(
         "majority",
         description="the labeller: all selectors, by majority, mean, minimum or adaptive weights; one "
@@ -143,6 +169,10 @@ class AlignConfig(StrictModel):
             raise ValueError(f"with tastes, the selector labels with the sampled taste: remove {given}")
         if self.tastes is None and (self.generations or self.regenerate):
             raise ValueError("generations and regenerate require tastes: set tastes, or remove them")
+        if self.endpoint is not None and self.tastes is not None:
+            raise ValueError("a policy with tastes generates its completions here: remove endpoint")
+        if self.endpoint is not None and self.endpoint.load_adapter and self.sft is None:
+            raise ValueError("without sft the initial policy has no adapter: remove endpoint.load_adapter")
         if self.model is not None and self.model.train == "full":
             raise ValueError("model.train = 'full': the alignment trains a LoRA: remove it")
         if "beta" in self.objective_settings:

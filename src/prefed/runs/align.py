@@ -15,6 +15,7 @@ import torch
 
 from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors, check_inputs
 from prefed.align import align as run_stages
+from prefed.align.completions import endpoint_of
 from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import JudgeOptions
 from prefed.align.run import SETTINGS, SUMMARY
@@ -88,9 +89,12 @@ def check_alignment(config: AlignConfig, data: DataConfig) -> None:
 
     Raises:
         AlignError: as :func:`prefed.align.check_inputs`, or there is no such judge.
+        JudgeError: as :func:`prefed.align.completions.endpoint_of`.
     """
     check_inputs(config, data)
     check_judge(config)
+    if config.endpoint is not None:
+        endpoint_of(config.endpoint)
 
 
 def check_judge(config: AlignConfig) -> None:

@@ -1,12 +1,14 @@
-"""A judge at an endpoint that is compatible with OpenAI's chat completions."""
+"""Servers that are compatible with OpenAI's API: a client for them, and a judge that asks one."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from prefed.align.judge.questions import URL, JudgeError, JudgeOptions, Question, Verdict, get_template
@@ -18,76 +20,78 @@ _REASON = 400
 """Most characters of a server's message to print."""
 _ANSWER = 100_000
 """Most characters of an answer to keep, since a server may ignore the token limit."""
+_T = TypeVar("_T")
+_U = TypeVar("_U")
 
 
-class EndpointJudge:
-    """A language model at an OpenAI-compatible endpoint that answers a template greedily.
+class NoAnswerError(ValueError):
+    """The server rejected one request (400, 413, 422), or its answer is malformed."""
+
+
+class Endpoint:
+    """A client of a server that is compatible with OpenAI's API.
 
     The ``openai`` package repeats requests after time-outs, too many requests (429) and server errors, and
     respects ``Retry-After`` up to two minutes.
 
-    An answer that cannot be parsed, or a question that the server rejects (400, 413, 422: too long, against
-    its rules), gives a verdict without a preference. All other failures end the judging.
-
     Args:
         model: the name of the model at the endpoint.
+        url: base URL, up to and including ``/v1``.
+        key_variable: environment variable with the key, which is only sent to the server.
+        timeout: seconds to wait for an answer.
+        parallel: concurrent requests.
+        setting: the setting that names the endpoint, for messages.
+        prefix: start of the names of the other settings, for messages.
 
     Raises:
         JudgeError: the package ``openai`` is missing, the key for OpenAI's endpoint is missing, or the key
             cannot be sent in a header.
     """
 
-    def __init__(self, model: str, options: JudgeOptions) -> None:
-        url, key_variable = options.url, options.key_variable
-        self._template = get_template(options.template)
+    def __init__(
+        self,
+        model: str,
+        url: str,
+        key_variable: str,
+        *,
+        timeout: float,
+        parallel: int,
+        setting: str,
+        prefix: str,
+    ) -> None:
+        self._prefix = prefix
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
             raise JudgeError(
-                "--url must be http:// or https:// with a host, and no user name or password; set the key in "
-                f"the environment variable {key_variable}"
+                f"{prefix}url must be http:// or https:// with a host, and no user name or password; set the "
+                f"key in the environment variable {key_variable}"
             )
         try:
             from openai import OpenAI
         except ModuleNotFoundError as error:
-            raise JudgeError(
-                "--judge endpoint needs the package openai: pip install 'prefed[judge]'"
-            ) from error
+            raise JudgeError(f"{setting} needs the package openai: pip install 'prefed[judge]'") from error
         key = os.environ.get(key_variable, "").strip()
         if not key and url == URL:
-            raise JudgeError(
-                f"--judge endpoint: no key for {URL}; set the environment variable {key_variable}"
-            )
+            raise JudgeError(f"{setting}: no key for {URL}; set the environment variable {key_variable}")
         if not (key.isascii() and key.isprintable()):
             # A header cannot contain it, and the library's error message would quote it.
             raise JudgeError(
-                f"--judge endpoint: the environment variable {key_variable} contains a line break, a control "
+                f"{setting}: the environment variable {key_variable} contains a line break, a control "
                 "character or a non-ASCII letter; copy the key again"
             )
-        self.identity: Mapping[str, Any] = {
-            "model": model,
-            "url": url,
-            "template": options.template,
-            "judge_tokens": options.judge_tokens,
-        }
         self._model, self._url, self._key = model, url, key
-        self._options: Mapping[str, Any] = {"max_tokens": options.judge_tokens, "temperature": 0.0}
-        self._parallel, self._timeout = options.parallel, options.timeout
+        self._parallel, self._timeout = parallel, timeout
+        self._other_names: dict[str, str | None] = {}
         # The package requires a key.
-        self._client = OpenAI(
-            api_key=key or "none", base_url=url, timeout=options.timeout, max_retries=RETRIES
-        )
+        self._client = OpenAI(api_key=key or "none", base_url=url, timeout=timeout, max_retries=RETRIES)
 
-    def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
-        """Yield a verdict for every question, in order, with at most ``parallel`` concurrent requests.
-
-        Raises:
-            JudgeError: the endpoint does not answer, or rejects the key or the model.
-        """
-        under_way: deque[Future[Verdict]] = deque()
+    def map(self, ask: Callable[[_T], _U], items: Iterable[_T]) -> Iterator[_U]:
+        """Yield ``ask`` of every item, in order, with at most ``parallel`` concurrent requests."""
+        under_way: deque[Future[_U]] = deque()
         with ThreadPoolExecutor(self._parallel) as pool:
             try:
-                for question in questions:
-                    under_way.append(pool.submit(self._ask, question))
+                for item in items:
+                    under_way.append(pool.submit(ask, item))
                     if len(under_way) == self._parallel:
                         yield under_way.popleft().result()
                 while under_way:
@@ -96,74 +100,177 @@ class EndpointJudge:
                 for future in under_way:
                     future.cancel()
 
-    def _ask(self, question: Question) -> Verdict:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        options: Mapping[str, Any],
+        droppable: Mapping[str, str | None],
+    ) -> str:
+        """Answer a conversation.
+
+        Args:
+            options: of the request.
+            droppable: options that the server may reject, and other names for them; ``None`` for none.
+
+        Raises:
+            NoAnswerError: the server rejects this request, or its answer is malformed.
+            JudgeError: the server cannot be used.
+        """
+        create = self._client.chat.completions.create
+        answer = self._request(create, {"messages": messages}, options, droppable)
+        return self._text(answer, lambda choice: choice.message.content, "a chat completion")
+
+    def complete(self, text: str, options: Mapping[str, Any], droppable: Mapping[str, str | None]) -> str:
+        """Continue a text; see :meth:`chat`."""
+        answer = self._request(self._client.completions.create, {"prompt": text}, options, droppable)
+        return self._text(answer, lambda choice: choice.text, "a completion")
+
+    def load_adapter(self, folder: Path) -> None:
+        """Make a vLLM server read the adapter in a folder, under the name of the model.
+
+        Raises:
+            JudgeError: the server cannot be used or loads no adapters.
+        """
+        import openai
+
+        name = {"lora_name": self._model}
+        # Another alignment may have loaded another adapter under this name. The next request
+        # raises all other failures again.
+        with suppress(openai.OpenAIError):
+            self._client.post("/unload_lora_adapter", body=name, cast_to=str)
+        body = {**name, "lora_path": str(folder.absolute())}
+        try:
+            self._calling(self._client.post, "/load_lora_adapter", body=body, cast_to=str)
+        except NoAnswerError as error:
+            raise JudgeError(f"{self._url} did not load the adapter {folder}: {error}") from None
+
+    def _calling(self, call: Callable[..., Any], *args: Any, **fields: Any) -> Any:
         import openai
 
         try:
-            answer = self._request(self._template.render(question))
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            return Verdict(None, self._safe(f"refused: {error}"))
+            return call(*args, **fields)
         except openai.APIStatusError as error:
-            if error.status_code == 413:
-                return Verdict(None, self._safe(f"refused: {error}"))
+            if error.status_code in (400, 413, 422):
+                raise NoAnswerError(self.safe(f"refused: {error}")) from error
             raise JudgeError(self._failure(error)) from None
         except openai.APITimeoutError:
             raise JudgeError(
                 f"{self._url} did not answer within {self._timeout:g} s in {RETRIES + 1} attempts; run the "
-                "command again to continue, or raise --timeout"
+                f"command again to continue, or raise {self._prefix}timeout"
             ) from None
         except openai.APIConnectionError as error:
             reason = error.__cause__ or error
             raise JudgeError(
-                self._safe(f"{self._url} cannot be reached ({reason}); check --url, and try again")
+                self.safe(f"{self._url} cannot be reached ({reason}); check {self._prefix}url, and try again")
             ) from None
         except (openai.OpenAIError, ValueError) as error:
-            return Verdict(None, self._safe(f"malformed answer: {error}"))
-        try:
-            text = answer.choices[0].message.content
-        except (AttributeError, IndexError, TypeError):
-            return Verdict(None, self._safe(f"malformed answer, not a chat completion: {answer}"))
-        if not isinstance(text, str):
-            return Verdict(None, "malformed answer: no text")
-        if len(text) > _ANSWER:
-            return Verdict(
-                None, self._safe(f"malformed answer of {len(text):,} characters: {text[:_REASON]}")
-            )
-        verdict = self._template.verdict(text)
-        return Verdict(verdict.preference, self._without_key(verdict.text))
+            raise NoAnswerError(self.safe(f"malformed answer: {error}")) from None
 
-    def _request(self, text: str) -> Any:
+    def _request(
+        self,
+        create: Callable[..., Any],
+        content: Mapping[str, Any],
+        options: Mapping[str, Any],
+        droppable: Mapping[str, str | None],
+    ) -> Any:
         import openai
 
-        messages: Any = [{"role": "user", "content": text}]
-        create: Any = self._client.chat.completions.create
-        options = self._options
+        names = {name: self._other_names.get(name, name) for name in options}
+        fields = {other: options[name] for name, other in names.items() if other is not None}
         try:
-            return create(model=self._model, messages=messages, **options)
-        except openai.BadRequestError as error:
-            if error.param not in options:
+            return self._calling(create, model=self._model, **content, **fields)
+        except NoAnswerError as error:
+            cause = error.__cause__
+            param = cause.param if isinstance(cause, openai.BadRequestError) else None
+            if (
+                param is None
+                or param not in droppable
+                or self._other_names.get(param, param) != param
+                or param not in fields
+            ):
                 raise
-            # Newer OpenAI models use another name for max_tokens, and have a fixed temperature.
-            others = {name: value for name, value in options.items() if name != error.param}
-            if error.param == "max_tokens":
-                others["max_completion_tokens"] = options["max_tokens"]
-            self._options = others
-        return self._request(text)
+            self._other_names[param] = droppable[param]
+        return self._request(create, content, options, droppable)
+
+    def _text(self, answer: Any, read: Callable[[Any], Any], what: str) -> str:
+        try:
+            text = read(answer.choices[0])
+        except (AttributeError, IndexError, TypeError):
+            raise NoAnswerError(self.safe(f"malformed answer, not {what}: {answer}")) from None
+        if not isinstance(text, str):
+            raise NoAnswerError("malformed answer: no text")
+        if len(text) > _ANSWER:
+            raise NoAnswerError(self.safe(f"malformed answer of {len(text):,} characters: {text[:_REASON]}"))
+        return text
 
     def _failure(self, error: Any) -> str:
+        prefix = self._prefix
         hint = {
             401: "check the key",
             403: "check the key",
-            404: "check --url and the name of the model",
-            429: "too many requests: wait, or lower --parallel",
+            404: f"check {prefix}url and the name of the model",
+            429: f"too many requests: wait, or lower {prefix}parallel",
         }.get(error.status_code, "try again later")
-        why = self._safe(f"{self._url} returned status {error.status_code}: {error}")
+        why = self.safe(f"{self._url} returned status {error.status_code}: {error}")
         return f"{why}; {hint}; then run the command again to continue"
 
-    def _safe(self, text: str) -> str:
+    def safe(self, text: str) -> str:
         """Shorten a message to one line, without the key, which a server may repeat."""
-        line = self._without_key(" ".join(text.split()))
+        line = self.without_key(" ".join(text.split()))
         return line if len(line) <= _REASON else f"{line[:_REASON]} …"
 
-    def _without_key(self, text: str) -> str:
+    def without_key(self, text: str) -> str:
+        """Remove the key from a text."""
         return text.replace(self._key, "(the key)") if self._key else text
+
+
+class EndpointJudge:
+    """A language model at an :class:`Endpoint` that answers a template greedily.
+
+    An answer that cannot be parsed, or a question that the server rejects (400, 413, 422: too long, against
+    its rules), gives a verdict without a preference. All other failures end the judging.
+
+    Args:
+        model: the name of the model at the endpoint.
+
+    Raises:
+        JudgeError: as :class:`Endpoint`.
+    """
+
+    def __init__(self, model: str, options: JudgeOptions) -> None:
+        self._template = get_template(options.template)
+        self._endpoint = Endpoint(
+            model,
+            options.url,
+            options.key_variable,
+            timeout=options.timeout,
+            parallel=options.parallel,
+            setting="--judge endpoint",
+            prefix="--",
+        )
+        self.identity: Mapping[str, Any] = {
+            "model": model,
+            "url": options.url,
+            "template": options.template,
+            "judge_tokens": options.judge_tokens,
+        }
+        self._options: Mapping[str, Any] = {"max_tokens": options.judge_tokens, "temperature": 0.0}
+
+    def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
+        """Yield a verdict for every question, in order, with at most ``parallel`` concurrent requests.
+
+        Raises:
+            JudgeError: the endpoint does not answer, or rejects the key or the model.
+        """
+        return self._endpoint.map(self._ask, questions)
+
+    def _ask(self, question: Question) -> Verdict:
+        messages = [{"role": "user", "content": self._template.render(question)}]
+        # Newer OpenAI models use another name for max_tokens, and have a fixed temperature.
+        others = {"max_tokens": "max_completion_tokens", "temperature": None}
+        try:
+            text = self._endpoint.chat(messages, self._options, others)
+        except NoAnswerError as error:
+            return Verdict(None, str(error))
+        verdict = self._template.verdict(text)
+        return Verdict(verdict.preference, self._endpoint.without_key(verdict.text))
