@@ -23,6 +23,7 @@ REFUSE = {
     "fedrep": "head",
     "fedsdg": "personal_lora",
     "fedbn": "norm",
+    "feddpa": "gate, personal_lora",
 }
 """Method → the parts that it puts on a frozen model, with default settings."""
 FROZEN = ("fedvpl", "fedvpa", "lore", "pal", "icl")
@@ -154,7 +155,7 @@ def test_all_other_methods_take_it(place):
         made = Experiment.model_validate({**tree, "method": {"name": name}})
         assert made.parts == {"weights"}
         taken.add(name)
-    assert len(taken) == len(METHODS) - 10
+    assert len(taken) == len(METHODS) - 11
     headless = Experiment.model_validate({**tree, "method": {"name": "fedper", "personal_head": False}})
     assert headless.parts == {"weights"}
     assert 'train = "full"' in to_toml(headless)

@@ -16,7 +16,7 @@ from prefed.store import RunReader
 from prefed.testing import QuadraticTrainer
 from toy import records
 
-LATE = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}
+LATE = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg", "feddpa")}
 LATE |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis", "lore", "pal"}
 """Methods whose merge is a mean of models. The others take no late uploads by default."""
 BUFFERED = {"server": "buffered", "buffer": 2, "speeds": "lognormal", "spread": 0.8}

@@ -20,7 +20,7 @@ from prefed.store import RunReader, RunWriter
 from prefed.testing import QuadraticTrainer
 from toy import records
 
-AVERAGED = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg")}
+AVERAGED = {*("feddpo", "fedsft", "fedprox", "fedpdpo", "fedper", "fedrep", "perfedavg", "feddpa")}
 AVERAGED |= {"ditto", "pfedme", "fedala", "fedbn", "fedbis", "lore", "pal"}
 """Methods that can do without their server, with default settings."""
 SCHEDULES = [
