@@ -34,7 +34,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import get_args
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -45,14 +44,14 @@ from prefed.config import Experiment
 from prefed.core import Callback, Tensors, Upload, files
 from prefed.core.wire import decode_download, decode_upload, encode
 from prefed.engines import ClientStates, InProcess, Job, ServerRounds, Task, TaskResult
-from prefed.merge import MergeConfig
+from prefed.merge.config import MERGE_RULES
 from prefed.models.quiet_libraries import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.store import RunWriter
 from prefed.train.pair_trainer import PairTrainerFactory
 
 BASE = HERE.parent / "experiments" / "personas" / "base.toml"
-RULES: tuple[str, ...] = get_args(MergeConfig.model_fields["rule"].annotation)
+RULES = tuple(MERGE_RULES.builtin)
 LIARS = 2
 FIXED = (
     "rounds=6",

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+import peering
 from finished import small_experiment, small_place
 from prefed import Experiment, run
 from prefed.config import ConfigError
@@ -147,3 +148,48 @@ def test_what_a_client_may_report(place, tmp_path):
     assert "does not expect: reward_up" in reason(pairs | {"reward_up": 0.5})
     assert "not finite" in reason(thumbs | {"reward_up": float("nan")})
     assert "expects: dpo_loss, normalized_accuracy" in reason(thumbs, replace(job, thumbs=False))
+
+
+def numbers(summary):
+    return {name: value for name, value in summary.items() if name in THUMBS | REWARDS | {"loss", "bytes"}}
+
+
+def test_two_workers_and_a_resumed_run_give_the_run_of_one_process(place, tmp_path):
+    """Bit for bit: thumbs, their KL divergences and the rewards of the metrics are the same."""
+    tree = experiment(place)
+    whole = numbers(trained(tree, tmp_path / "whole"))
+    assert numbers(trained(tree | {"engine": {"workers": 2, "threads": 1}}, tmp_path / "workers")) == whole
+    trained(tree | {"rounds": tree["rounds"] - 1}, tmp_path / "parts")
+    run(Experiment.model_validate(tree), tmp_path / "parts", resume=True)
+    assert numbers(json.loads((tmp_path / "parts/summary.json").read_text())) == whole
+
+
+def test_ray_actors_train_on_thumbs(place, tmp_path):
+    pytest.importorskip("ray")
+    tree = experiment(place)
+    whole = numbers(trained(tree, tmp_path / "whole"))
+    engine = {"name": "ray", "workers": 1, "threads": 1}
+    assert numbers(trained(tree | {"engine": engine}, tmp_path / "ray")) == whole
+
+
+def test_peers_train_on_thumbs(tmp_path):
+    """Each peer measures its own model on its own thumbs, as one process over the same graph does."""
+    folder = peering.make_place(tmp_path)
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    thumbs = [
+        {"prompt": row["prompt"], "completion": row[key], "label": key == "chosen", "worker": row["worker"]}
+        for row in pairs
+        for key in ("chosen", "rejected")
+    ]
+    (folder / "thumbs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in thumbs))
+    asked = peering.experiment(folder, graph={"name": "complete"}, data="thumbs", objective="kto")
+    asked = asked.model_copy(update={"rounds": 2})
+    whole = run(asked, tmp_path / "whole").summary
+    for ended in peering.peers(tmp_path / "run", [asked] * 3):
+        assert ended.status == 0, ended.text
+    own = [read_run(tmp_path / f"run/peer-{number}").summary for number in range(3)]
+    for name in ("preference_accuracy", "reward_accuracy"):
+        per_client = {client: each for summary in own for client, each in summary[name]["per_client"].items()}
+        assert per_client == whole[name]["per_client"]
+    for name in ("kto_loss", "margin"):
+        assert sum(summary[name] for summary in own) / 3 == pytest.approx(whole[name], rel=1e-6)
