@@ -223,7 +223,7 @@ def test_a_registered_backend_is_chosen_by_its_name(tmp_path, monkeypatch):
     writer = SimpleNamespace(path=tmp_path, states=None)
     for name, workers in (("local", 0), ("local", 2), ("cluster", 2)):
         engine = SimpleNamespace(
-            name=name, workers=workers, threads=1, visit_timeout=0, ray=None, devices=None
+            name=name, workers=workers, threads=1, visit_timeout=0, ray=None, devices=None, stack=1
         )
-        runs._backend(SimpleNamespace(engine=engine), None, writer)
+        runs._backend(SimpleNamespace(engine=engine, model=SimpleNamespace(gpus=1)), None, writer)
     assert made == ["in_process", "processes", "cluster"]

@@ -111,7 +111,7 @@ def third_party(path: Path) -> Iterator[tuple[str, bool]]:
 def test_files_import_what_is_required_or_of_an_extra() -> None:
     """A file that is imported needs nothing but what ``prefed`` requires, but those of two extras."""
     required = {name_of(requirement) for requirement in PROJECT["dependencies"]}
-    brought = {"huggingface-hub", "markupsafe", "packaging", "pydantic-core", "tokenizers"}
+    brought = {"accelerate", "huggingface-hub", "markupsafe", "packaging", "pydantic-core", "tokenizers"}
     standard = {name.replace("_", "-") for name in sys.stdlib_module_names}
     free = {*required, *brought, *standard, "prefed", "typing-extensions"}
     optional = packages("all")

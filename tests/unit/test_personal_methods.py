@@ -16,7 +16,7 @@ BASELINES = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
 LATER = Round(9, 9, Key(0), {})
 """For a move that asks nothing of its round."""
 PERSONAL = tuple(
-    n for n, kind in METHODS.items() if kind.personal and kind.reads == "policy" and n != "local"
+    n for n, kind in METHODS.items() if kind.personal and kind.reads == "policy" and n not in ("local", "icl")
 )
 
 
@@ -494,5 +494,6 @@ def test_lora_rules_decide_which_shared_factors_train_and_are_sent(name, rule, t
 def test_methods_of_this_module_are_the_registered_ones():
     assert set(PERSONAL) == {
         "fedpdpo", "fedper", "fedrep", "perfedavg", "fedamp", "fedsdg", "ditto", "pfedme", "fedala", "fedbn",
+        "feddpa",
     }  # fmt: skip
     assert all(isinstance(make(name)[0], Method) for name in PERSONAL)

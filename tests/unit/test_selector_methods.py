@@ -85,7 +85,12 @@ def test_settings_that_are_refused(settings, message):
             {"mean": "eq8"},
             "mean = 'eq8' requires rule 'mean', weights 'samples', optimizer 'none'",
         ),
-        ("fedbis", {"lora": "flexlora"}, {"mean": "eq8"}, "a lora other than 'fedex' and 'flexlora'"),
+        (
+            "fedbis",
+            {"lora": "flexlora"},
+            {"mean": "eq8"},
+            "a lora other than 'fedex', 'flexlora' and 'flora'",
+        ),
     ],
 )
 def test_means_that_contradict_each_other_are_refused(name, merge, settings, message):

@@ -53,7 +53,6 @@ from prefed.runs.summary import (
     summarize,
 )
 from prefed.store import RunReader, RunWriter
-from prefed.train.lockstep import Lockstep
 from prefed.train.metrics import flat_loss_warning
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -300,6 +299,11 @@ def _tastes(
 def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
     engine = experiment.engine
     factory, ray = job_factory(experiment, writer.path / "cache"), engine.ray or RayConfig()
+    lockstep = None
+    if engine.stack > 1:
+        from prefed.train.lockstep import Lockstep
+
+        lockstep = Lockstep(cast("PairTrainerFactory", job.trainers).pair_trainer, engine.stack)
     settings = BackendSettings(
         engine.workers,
         engine.threads or 1,
@@ -307,9 +311,7 @@ def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
         ray.address,
         ray.num_gpus if engine.name == "ray" else experiment.model.gpus,
         tuple(engine.devices or ()),
-        Lockstep(cast("PairTrainerFactory", job.trainers).pair_trainer, engine.stack)
-        if engine.stack > 1
-        else None,
+        lockstep,
     )
     make = BACKENDS[backend_name(engine.name, engine.workers)]
     return make(job, factory, writer.states, settings)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ import torch
 from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
 from prefed.data.tokens import thumbs
 from prefed.models import Backbone
-from prefed.models.stacked_lora import Stack
 from prefed.train.losses import CHOICE, ChoiceBatch, PairBatch, PairLoss, ThumbBatch, reads_thumbs
 from prefed.train.losses import objective as find_loss
 from prefed.train.optimizer_steps import (
@@ -30,6 +29,9 @@ from prefed.train.optimizer_steps import (
 from prefed.train.packed import PackedForward
 from prefed.train.pair_cache import Rows, mismatched, split_rows
 from prefed.train.pair_model import Features, PairModel, ReferenceLogprobs
+
+if TYPE_CHECKING:
+    from prefed.models.stacked_lora import Stack
 
 
 class PhaseStart(NamedTuple):
@@ -121,6 +123,8 @@ class LossTrainer:
         They train the same tensors on the same objective, and :meth:`shared_tokens` has a value for each.
         """
         model, (_, _, first) = self._model, starts[0]
+        from prefed.models.stacked_lora import Stack
+
         stack = Stack(model.backbone, len(starts))
         plans = [list(batches(v.rows, phase, v.key.at("phase", phase.name))) for v, _, phase in starts]
         members: dict[int, _Member] = {}

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,12 @@ from prefed.data import Pair
 from prefed.models import Backbone
 from prefed.models.families import Family
 from prefed.models.pretrained import brief, own_forward
-from prefed.models.stacked_lora import Stack
 from prefed.models.tastes import tasting
 from prefed.train.logprobs import token_logprobs
 from prefed.train.padded import Letters, PairForward, log_odds
+
+if TYPE_CHECKING:
+    from prefed.models.stacked_lora import Stack
 
 
 @dataclass(frozen=True)
