@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Reply = tuple[int, dict[str, str], bytes]
-"""Status, headers and body."""
+Reply = tuple[int, dict[str, str], bytes | Iterator[bytes]]
+"""Status, headers and body, which may come in pieces."""
 
 
 def answer(text: str | None) -> Reply:
@@ -60,10 +60,12 @@ class Server:
                 status, headers, data = reply(chat[-1]["content"], number)
                 try:
                     self.send_response(status)
-                    for name, value in {**headers, "Content-Length": str(len(data))}.items():
+                    whole = {"Content-Length": str(len(data))} if isinstance(data, bytes) else {}
+                    for name, value in {**headers, **whole}.items():
                         self.send_header(name, value)
                     self.end_headers()
-                    self.wfile.write(data)
+                    for piece in [data] if isinstance(data, bytes) else data:
+                        self.wfile.write(piece)
                 except OSError:
                     pass  # The client has stopped waiting.
 

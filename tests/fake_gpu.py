@@ -261,8 +261,9 @@ def outcome(folder: Path, case: str, gpus: int, out: Path) -> tuple[dict[str, to
 
     from prefed import Experiment, run
     from prefed.align.judge.local import LocalJudge, RewardJudge
-    from prefed.align.judge.questions import JudgeOptions, NumberedPrompt, Question
+    from prefed.align.judge.questions import NumberedPrompt, Question
     from prefed.config import AlignConfig
+    from prefed.config.align import JudgeOptions
     from prefed.runs.align import align
     from prefed.runs.loaded_run import load_run
     from prefed.runs.responses import Models

@@ -30,8 +30,9 @@ from statistics import mean, stdev
 
 from prefed.align.judge import Judge, Question, outcome
 from prefed.align.judge.local import read_taste
-from prefed.align.judge.questions import JudgeOptions, NumberedPrompt, numbered_prompts
+from prefed.align.judge.questions import NumberedPrompt, numbered_prompts
 from prefed.align.policy import load_base
+from prefed.config.align import JudgeOptions
 from prefed.core import files
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
 from prefed.models.backbone import model_digest

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from commands import prefed_
-from endpoint import answer, failure, serving
+from endpoint import answer, completion, failure, serving
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.align.judge import endpoint
-from prefed.align.judge.questions import JudgeOptions
+from prefed.config.align import JudgeOptions
 from prefed.core import Key
 from prefed.data import synthetic
 from prefed.models.tiny import make_tiny
@@ -482,3 +482,104 @@ def test_selectors_vote(runs, place, selectors):
     assert decided >= 3
     message = judge(selectors, place, "--judge", "utility", code=1)
     assert "trains selectors, which generate no text" in message
+
+
+def test_a_server_generates_the_responses(runs, place, monkeypatch):
+    """The run's responses, and with a second model the base model's too, are the answers to requests with the
+    prompts' texts; nothing is generated here. A broken comparison asks only for what is missing: of the first
+    2 answers, none is asked for again. That they are not reproducible is in the settings and the summary, and
+    the key is in no file."""
+    broken = [True]
+
+    def reply(text, number):
+        return failure(400, "\x1b[2Jno") if broken[0] and number == 3 else completion(f" number {number}")
+
+    monkeypatch.setattr(responses, "complete_batch", lambda *words: pytest.fail("generated here"))
+    with serving(reply) as server:
+        words = ("--judge", "utility", "--responses", "org/policy", "--responses-url", server.url)
+        words += ("--parallel", "1", "--name", "n")
+        against = ("--against", place / "test.jsonl", "--column", "chosen")
+        message = judge(runs / "feddpo", place, *words, *against, code=1)
+        assert re.search(rf"{server.url}: no response of feddpo to prompt 3: refused: .*\\x1b\[2Jno", message)
+        broken[0] = False
+        result = judge(runs / "feddpo", place, *words, *against)
+        assert len(server.requests) == PROMPTS + 1
+        assert {body["model"] for body, _ in server.requests} == {"org/policy"}
+        assert {(body["max_tokens"], body["temperature"]) for body, _ in server.requests} == {(8, 0.0)}
+        verdicts = rows(runs / "feddpo/judge/n/verdicts.jsonl")
+        answered = [body for n, (body, _) in enumerate(server.requests, 1) if n != 3]
+        assert [v["prompt"] for v in verdicts] == [body["prompt"] for body in answered]
+        assert [v["text"] for v in verdicts] == [f" number {n}" for n in (1, 2, 4, 5, 6, 7)]
+        both = ("--responses", "org/base", "--name", "both")
+        judge(runs / "feddpo", place, *words, *both)
+        assert [body["model"] for body, _ in server.requests[PROMPTS + 1 :]] == ["org/base"] * PROMPTS
+    assert f"from org/policy at {server.url}, not bit-reproducible" in result["note"]
+    settings = json.loads((runs / "feddpo/judge/both/settings.json").read_text())["servers"]
+    assert settings == {
+        "feddpo": {"model": "org/policy", "url": server.url},
+        "base": {"model": "org/base", "url": server.url},
+        "bit_reproducible": False,
+    }
+    files = (path for path in (runs / "feddpo/judge").rglob("*") if path.is_file())
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
+
+
+SERVED = ("--responses", "m", "--responses-url", "http://localhost/v1")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (SERVED[:2], "use --responses MODEL and --responses-url URL together"),
+        (
+            SERVED[2:],
+            "use --responses MODEL and --responses-url URL together",
+        ),
+        (
+            (*SERVED, "--responses", "n", "--against", "x.jsonl", "--column", "chosen"),
+            "give --responses at most once for each model that generates responses",
+        ),
+        (
+            (*SERVED, "--responses-key", "AWS_SECRET"),
+            "--responses-key AWS_SECRET: use OPENAI_API_KEY or PREFED_…API_KEY",
+        ),
+    ],
+)
+def test_options_of_a_server_that_contradict(runs, place, words, told):
+    assert told in judge(runs / "feddpo", place, "--judge", "utility", *words, code=2)
+
+
+def test_a_server_of_responses_that_is_not_there_is_named(runs, place):
+    with serving(prefers_o) as server:
+        url = server.url
+    words = ("--judge", "utility", "--responses", "m", "--responses-url", url)
+    message = judge(runs / "feddpo", place, *words, code=1)
+    assert re.search(rf"{url} cannot be reached .*; check --responses-url", message)
+
+
+def test_an_alignment_names_the_url_of_its_judge(selectors, place, tmp_path, monkeypatch):
+    """The prompts are the server's own. All labels come from the judge at the URL in the file, with the key
+    and the template named there."""
+    monkeypatch.setenv("PREFED_TEST_API_KEY", "sk-theirs")
+    prompts = [f"Server question {n}?" for n in range(4)]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    run = tmp_path / "run"
+    shutil.copytree(selectors, run)
+    options = {"labels": "judge:endpoint:m", "completions": 2, "max_new_tokens": 4, "epochs": 1, "lr": 1e-3}
+    with serving(lambda text, number: answer("BA"[number % 2])) as server:
+        options |= {"judge.url": server.url, "judge.key_variable": "PREFED_TEST_API_KEY"}
+        options |= {"judge.template": "helpful", "judge.parallel": 1, "held_out": 0}
+        words = [word for name, value in options.items() for word in ("--set", f"align.{name}={value}")]
+        output = prefed_("align", run, "--prompts", tmp_path / "prompts.txt", *words)
+    assert f"prompts and completions are sent to {server.url}, which judges them" in output
+    assert {headers["authorization"] for _, headers in server.requests} == {"Bearer sk-theirs"}
+    assert all("which of them is the more helpful" in r["messages"][0]["content"] for r, _ in server.requests)
+    assert len(rows(run / "align/labels.jsonl")) == len(server.requests) / 2 == 4
+    files = (path for path in run.rglob("*") if path.is_file())
+    assert not [path for path in files if b"sk-theirs" in path.read_bytes()]
+    refusals = {
+        "align.judge.template=helpfull": "[align.judge] template 'helpfull'",
+        "align.judge.key_variable=AWS_SECRET_ACCESS_KEY": "key_variable",
+    }
+    for change, told in refusals.items():
+        assert told in prefed_("align", run, "--stage", "labels", "--set", change, code=1)

@@ -11,9 +11,10 @@ from prefed.align import AlignError, completions
 from prefed.align.judge import JudgeError, endpoint
 from prefed.align.run import STAGES
 from prefed.align.stages import run_stages
-from prefed.config.align import AlignConfig, EndpointConfig
+from prefed.config import AlignConfig, EndpointConfig
 from prefed.core import Key
 from prefed.data import Message
+from prefed.train.generation import Sampling
 
 pytest.importorskip("openai")
 
@@ -103,8 +104,8 @@ def asked(folder, reply, prompt, chat=True, **settings):
     template = SimpleNamespace(chat=chat, prompt=lambda prompt: prompt)
     with serving(reply) as server:
         config = EndpointConfig(model="org/policy", url=server.url, **settings)
-        about = SimpleNamespace(folder=folder, template=template, config=AlignConfig(prompts="p.jsonl"))
-        texts = completions._from_endpoint(about, config)([(prompt, Key(3))])
+        about = SimpleNamespace(folder=folder, template=template)
+        texts = completions._from_endpoint(about, config, Sampling(max_tokens=80))([(prompt, Key(3))])
     return texts, [body for body, _ in server.requests], server.paths
 
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from prefed import run
 from prefed.align import AlignError
 from prefed.align.judge import Question
-from prefed.align.judge.questions import JudgeOptions
 from prefed.config import AlignConfig
+from prefed.config.align import JudgeOptions
 from prefed.core import Callback, Key, Privacy
 from prefed.data import Record
 from prefed.methods.base.tastes import Z, posteriors

@@ -1,5 +1,6 @@
 """A judge behind an endpoint: what it is asked, what happens when it fails, and where the key may appear."""
 
+import gzip
 import re
 import socket
 import threading
@@ -10,7 +11,7 @@ from endpoint import answer, failure, serving
 from prefed.align.judge import JudgeError, Question, outcome
 from prefed.align.judge import endpoint as module
 from prefed.align.judge.endpoint import EndpointJudge
-from prefed.align.judge.questions import JudgeOptions
+from prefed.config.align import JudgeOptions
 
 pytest.importorskip("openai")
 
@@ -258,3 +259,104 @@ def test_what_verdicts_depend_on_holds_no_key():
         "template": "plain",
         "judge_tokens": 1024,
     }
+
+
+def unread(server, match, **options):
+    """The answer is refused: openai passes the reason on, or, in some versions, repeats the request first."""
+    try:
+        told = ask(server, **options)[0].text
+    except JudgeError as error:
+        told = str(error)
+    assert match in told
+
+
+def refused(server, match, **options):
+    with pytest.raises(JudgeError, match=match) as caught:
+        ask(server, **options)
+    return str(caught.value)
+
+
+def test_a_redirect_is_not_followed():
+    """Prompts and key would go to a server that the user did not name."""
+    with serving(lambda text, number: answer("A")) as other:
+        away = 307, {"Location": f"{other.url}/chat/completions"}, b""
+        with serving(lambda text, number: away) as server:
+            refused(server, rf"returned status 307: .*it redirects to {other.url}.*: correct --url")
+    assert (len(server.requests), other.requests) == (1, [])
+
+
+def test_an_answer_without_end_is_not_read(naps, monkeypatch):
+    """The server announces a terabyte, and writes until the client hangs up. Of each attempt, at most the
+    limit and what the system's buffers hold is taken."""
+    monkeypatch.setattr(module, "_BODY", 10_000)
+    monkeypatch.setattr(module, "RETRIES", 1)
+    written = []
+
+    def endless():
+        while True:
+            written.append(2**16)
+            yield b"!" * 2**16
+
+    with serving(lambda text, number: (200, {"Content-Length": str(2**40)}, endless())) as server:
+        unread(server, "the answer has more than")
+    assert sum(written) < 2**25
+
+
+def test_an_answer_that_drips_is_given_up(naps, monkeypatch):
+    """Each byte comes in time, so no single read times out."""
+    monkeypatch.setattr(module, "RETRIES", 0)
+    over = threading.Event()
+
+    def drips():
+        while not over.wait(0.02):
+            yield b" "
+
+    with serving(lambda text, number: (200, {"Content-Length": str(2**20)}, drips())) as server:
+        unread(server, "the answer was not complete after 0.2 s", timeout=0.2)
+        over.set()
+
+
+def test_a_compressed_answer_is_not_expanded(naps, monkeypatch):
+    monkeypatch.setattr(module, "RETRIES", 0)
+    bomb = 200, {"Content-Encoding": "gzip", "Content-Type": "application/json"}, gzip.compress(b" " * 2**20)
+    with serving(lambda text, number: bomb) as server:
+        unread(server, "the answer is compressed, although none was asked for")
+    assert server.requests[0][1]["accept-encoding"] == "identity"
+
+
+def test_an_answer_of_nested_lists_is_malformed():
+    deep = 200, {"Content-Type": "application/json"}, b"[" * 100_000
+    with serving(lambda text, number: deep) as server:
+        assert ask(server)[0].text.startswith("malformed answer")
+
+
+def test_messages_of_a_server_cannot_steer_a_terminal():
+    with serving(lambda text, number: failure(404, "\x1b[2J\x1b]0;owned\x07 no")) as server:
+        told = refused(server, "returned status 404")
+    assert told.isprintable()
+    with serving(lambda text, number: failure(400, "\x1b[2J")) as server:
+        assert ask(server)[0].text.isprintable()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """A server with a name of another machine's: names are looked up on this one."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **k: real("127.0.0.1", *more, **k))
+    monkeypatch.setenv("NO_PROXY", "*")
+    with serving(lambda text, number: failure(401, "who are you?")) as server:
+        server.url = server.url.replace("127.0.0.1", "models.example.org")
+        yield server
+
+
+def test_the_key_of_openai_goes_to_no_other_machine(elsewhere):
+    """It is often in the environment, and another server needs another key or none."""
+    told = refused(elsewhere, "status 401: .*another variable: OPENAI_API_KEY is only sent to OpenAI")
+    assert "run the command again" in told
+    assert KEY not in str(elsewhere.requests)
+
+
+def test_a_key_that_is_named_goes_to_its_server(elsewhere, monkeypatch):
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    refused(elsewhere, "status 401: .*check the key in THEIR_KEY", key_variable="THEIR_KEY")
+    assert elsewhere.requests[0][1]["authorization"] == f"Bearer {KEY}"

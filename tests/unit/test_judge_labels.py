@@ -40,10 +40,10 @@ def test_nobody_answers():
 
 
 def test_names_of_judges():
-    assert AlignConfig(prompts="p.jsonl").judge is None
-    assert AlignConfig(prompts="p.jsonl", labels=1).judge is None
+    assert AlignConfig(prompts="p.jsonl").judge_name is None
+    assert AlignConfig(prompts="p.jsonl", labels=1).judge_name is None
     known = AlignConfig(prompts="p.jsonl", labels="judge:reward:a/b")
-    assert known.judge == "reward:a/b"
+    assert known.judge_name == "reward:a/b"
     check_judge(known)
     with pytest.raises(AlignError, match=r"labels = 'judge:rewards:model': .*did you mean 'reward'"):
         check_judge(AlignConfig(prompts="p.jsonl", labels="judge:rewards:model"))

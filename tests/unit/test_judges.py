@@ -12,7 +12,6 @@ from prefed.align.judge import TEMPLATES, JudgeError, PairTemplate, Question, Ve
 from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
 from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import (
-    JudgeOptions,
     criterion_template,
     get_template,
     numbered_prompts,
@@ -21,6 +20,7 @@ from prefed.align.judge.questions import (
     parse_plain,
     references,
 )
+from prefed.config.align import JudgeOptions
 from prefed.core import Key
 from prefed.data import Record, synthetic
 from prefed.data.record import Message

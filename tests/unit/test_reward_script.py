@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from experiment_scripts import script
 from prefed.align.judge import Question
 from prefed.align.judge.local import RewardJudge
-from prefed.align.judge.questions import JudgeOptions
+from prefed.config.align import JudgeOptions
 from prefed.core import Key
 from prefed.data.record import parse_prompt
 from prefed.models.tiny import make_tiny

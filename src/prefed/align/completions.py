@@ -20,7 +20,7 @@ from prefed.align.policy import FOLDER, AlignError
 from prefed.align.stages import Figures, Stage, append, rows_in, whole_batches
 from prefed.align.start import own_prompts
 from prefed.align.tastes import TASTES, Generation, at_prompts, held_out_prompts, policy_before
-from prefed.config.align import EndpointConfig
+from prefed.config import EndpointConfig
 from prefed.core import Key
 from prefed.data import Prompt
 from prefed.data.encoding import continuation_text
@@ -31,7 +31,12 @@ from prefed.train.generation import Sampling, complete_batch, length_batches, pr
 FILE = "completions.jsonl"
 
 
-def endpoint_of(config: EndpointConfig) -> Endpoint:
+def endpoint_of(
+    config: EndpointConfig,
+    setting: str = "[align.endpoint]",
+    prefix: str = "[align.endpoint] ",
+    url_setting: str = "",
+) -> Endpoint:
     """Return the client of a server that generates completions.
 
     Raises:
@@ -43,34 +48,25 @@ def endpoint_of(config: EndpointConfig) -> Endpoint:
         config.key_variable,
         timeout=config.timeout,
         parallel=config.parallel,
-        setting="[align.endpoint]",
-        prefix="[align.endpoint] ",
+        setting=setting,
+        prefix=prefix,
+        url_setting=url_setting,
     )
 
 
 def _from_endpoint(
-    alignment: Alignment, server: EndpointConfig
+    alignment: Alignment, server: EndpointConfig, how: Sampling
 ) -> Callable[[Sequence[tuple[Prompt, Key]]], list[str]]:
     """Return a function that lets a server complete prompts."""
-    endpoint, config, template = endpoint_of(server), alignment.config, alignment.template
+    endpoint, template = endpoint_of(server), alignment.template
     if server.load_adapter:
         endpoint.load_adapter(alignment.folder / FOLDER)
-    options: dict[str, Any] = {
-        "max_tokens": config.max_new_tokens,
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        **({"extra_body": {"top_k": config.top_k}} if config.top_k else {}),
-    }
 
     def ask(wanted: tuple[Prompt, Key]) -> str:
         prompt, key = wanted
-        # With one seed for all requests, a server could repeat a completion. Not every server takes seeds.
-        own, others = {**options, "seed": key.number() % 2**31}, {"seed": None}
         try:
-            if template.chat and not isinstance(prompt, str):
-                messages = [vars(message) for message in prompt]
-                return endpoint.chat(messages, own, {**others, "max_tokens": "max_completion_tokens"})
-            return endpoint.complete(template.prompt(prompt), own, others)
+            # With one seed for all requests, a server could repeat a completion.
+            return endpoint.respond(prompt, template, how, key.number())
         except NoAnswerError as error:
             raise AlignError(
                 f"{server.url} did not complete {plain_prompt(prompt)!r:.200}: {error}"
@@ -115,7 +111,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     )
     name, key = generation.stage("completions"), generation.key(alignment)
     server = config.endpoint
-    remote = None if server is None or done == len(batches) else _from_endpoint(alignment, server)
+    remote = None if server is None or done == len(batches) else _from_endpoint(alignment, server, how)
     begun, tokens, finished = time.perf_counter(), 0, sum(map(len, batches[:done]))
     alignment.callback.on_stage_begin(name, finished, len(wanted))
     for batch in batches[done:]:

@@ -1,6 +1,6 @@
 """The experiment file: typed settings and their validation errors."""
 
-from prefed.config.align import AlignConfig, EndpointConfig
+from prefed.config.align import AlignConfig, EndpointConfig, JudgeConfig
 from prefed.config.errors import ConfigError
 from prefed.config.experiment import Experiment, to_toml
 from prefed.config.settings import (
@@ -23,6 +23,7 @@ __all__ = [
     "EngineConfig",
     "EvaluateConfig",
     "Experiment",
+    "JudgeConfig",
     "MethodConfig",
     "RayConfig",
     "ReportConfig",

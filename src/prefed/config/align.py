@@ -1,10 +1,10 @@
-"""The ``[align]`` table: alignment of the server's model after the last round."""
+"""The ``[align]`` table, with the settings of servers that generate and of judges."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,6 +28,16 @@ LABELLERS = ("majority", "mean", "minimum", "adaptive")
 """How all selectors label together; see :func:`prefed.align.labels.leads`."""
 
 
+URL = "https://api.openai.com/v1"
+OPENAI_KEY = "OPENAI_API_KEY"
+# Whoever writes an experiment file must not get any other key of the user's.
+KEY = r"^(PREFED_\w*API_KEY|OPENAI_API_KEY)$"
+_KEY_TEXT = (
+    "environment variable with its key, which is never stored: OPENAI_API_KEY, which is sent only to "
+    "OpenAI and to servers on this machine, or PREFED_…API_KEY, which is sent to url"
+)
+
+
 class EndpointConfig(StrictModel):
     """A server compatible with OpenAI's API (vLLM, llama.cpp and others) that generates completions.
 
@@ -36,12 +46,7 @@ class EndpointConfig(StrictModel):
 
     model: str = Field(min_length=1, description="the name of the initial policy on that server")
     url: str = Field(description="its base URL, e.g. http://localhost:8000/v1")
-    key_variable: str = Field(
-        "OPENAI_API_KEY",
-        pattern=r"^\w*API_KEY$",
-        description="environment variable with its key, which is sent to url and never stored; its name must "
-        "end in API_KEY",
-    )
+    key_variable: str = Field(OPENAI_KEY, pattern=KEY, description=_KEY_TEXT)
     timeout: float = Field(120.0, gt=0, description="seconds to wait for an answer")
     parallel: int = Field(4, ge=1, description="concurrent requests")
     load_adapter: bool = Field(
@@ -49,6 +54,34 @@ class EndpointConfig(StrictModel):
         description="let the server load the initial policy's adapter from this machine's disk, under the "
         "name model (vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)",
     )
+
+
+class JudgeOptions(StrictModel):
+    """Settings of judges. Each judge uses those that apply to it."""
+
+    prefix: ClassVar[str] = "--"
+    """Start of the settings' names, for messages."""
+
+    url: str = Field(URL, description="base URL of an endpoint, up to and including /v1")
+    template: str = Field("plain", description="the prompt template for a language model")
+    judge_tokens: int = Field(1024, ge=1, description="maximum number of tokens in an answer")
+    key_variable: str = Field(OPENAI_KEY, description=_KEY_TEXT)
+    timeout: float = Field(120.0, gt=0, description="seconds to wait for an answer of an endpoint")
+    parallel: int = Field(4, ge=1, description="concurrent requests to an endpoint")
+    taste: str = Field(
+        "mean",
+        description="a client of a synthetic dataset; for selectors with a latent taste, a taste that the "
+        "server knows",
+    )
+    device: str = Field("auto", description="device of a local model, as in [model] device")
+
+
+class JudgeConfig(JudgeOptions):
+    """Settings of the judge in ``labels``; an endpoint receives the prompts and the completions."""
+
+    prefix: ClassVar[str] = "[align.judge] "
+
+    key_variable: str = Field(OPENAI_KEY, pattern=KEY, description=_KEY_TEXT)
 
 
 class AlignConfig(StrictModel):
@@ -97,6 +130,7 @@ class AlignConfig(StrictModel):
         "selector by its number; or judge:NAME, a judge of `prefed judge` instead of the selectors, e.g. "
         "judge:reward:FOLDER",
     )
+    judge: JudgeConfig | None = Field(None, description="settings of the judge in labels")
     taste: str | None = Field(
         None,
         min_length=1,
@@ -158,13 +192,15 @@ class AlignConfig(StrictModel):
     @model_validator(mode="after")
     def _consistent(self) -> AlignConfig:
         number = isinstance(self.labels, int) and self.labels >= 0
-        if not number and self.labels not in LABELLERS and not self.judge:
+        if not number and self.labels not in LABELLERS and not self.judge_name:
             raise ValueError(
                 f"labels must be {', '.join(LABELLERS)}, a selector's number from 0, or judge:NAME"
             )
-        if self.taste is not None and self.judge is not None:
+        if self.judge is not None and self.judge_name is None:
+            raise ValueError(f"[align.judge] requires labels = 'judge:NAME', not {self.labels!r}: remove one")
+        if self.taste is not None and self.judge_name is not None:
             raise ValueError(f"taste requires selectors, but labels = {self.labels!r}: remove one of them")
-        if self.tastes is not None and (self.judge is not None or self.taste is not None):
+        if self.tastes is not None and (self.judge_name is not None or self.taste is not None):
             given = f"labels = {self.labels!r}" if self.taste is None else f"taste = {self.taste!r}"
             raise ValueError(f"with tastes, the selector labels with the sampled taste: remove {given}")
         if self.tastes is None and (self.generations or self.regenerate):
@@ -181,7 +217,7 @@ class AlignConfig(StrictModel):
         return self
 
     @property
-    def judge(self) -> str | None:
+    def judge_name(self) -> str | None:
         """The judge that labels, without ``judge:``; ``None`` if the selectors label."""
         kind, _, name = str(self.labels).partition(":")
         return name if kind == "judge" else None
@@ -258,5 +294,7 @@ def _drop_conflicts(table: dict[str, Any], given: Set[str]) -> None:
         dropped |= tasting | labelling
     if judged and "labels" in given:
         dropped |= {"taste"} | tasting
+    if "labels" in (given if not judged else dropped):
+        dropped |= {"judge"}
     for key in dropped - given:
         table.pop(key, None)

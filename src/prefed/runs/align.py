@@ -16,12 +16,13 @@ import torch
 from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors, check_inputs
 from prefed.align import align as run_stages
 from prefed.align.completions import endpoint_of
+from prefed.align.judge.endpoint import EndpointJudge
 from prefed.align.judge.names import split_name
-from prefed.align.judge.questions import JudgeOptions
+from prefed.align.judge.questions import get_template
 from prefed.align.run import SETTINGS, SUMMARY
 from prefed.align.tastes import check_told
 from prefed.config import AlignConfig, Experiment
-from prefed.config.align import align_settings
+from prefed.config.align import JudgeConfig, align_settings
 from prefed.core import Callback, Callbacks, files
 from prefed.core.text import did_you_mean, listed, pluralize
 from prefed.data import DataConfig
@@ -81,6 +82,8 @@ def align(
         if stage is not None or not (folder / SUMMARY).exists():
             source.check_tastes()
         _warn_of_collapse(record, config, telling)
+        for text in what_is_sent(config):
+            telling.on_note(text)
         return run_stages(alignment, stage)
 
 
@@ -98,12 +101,33 @@ def check_alignment(config: AlignConfig, data: DataConfig) -> None:
 
 
 def check_judge(config: AlignConfig) -> None:
-    """Check that the judge in an ``[align]`` table exists; raises AlignError."""
-    if config.judge is not None:
+    """Check that the judge in an ``[align]`` table exists.
+
+    Raises:
+        AlignError: there is no such judge or template.
+        JudgeError: as :class:`~prefed.align.judge.endpoint.EndpointJudge`.
+    """
+    if config.judge_name is not None:
         try:
-            split_name(config.judge)
+            kind, argument = split_name(config.judge_name)
+            options = _judge_options(config)
+            get_template(options.template, options.prefix)
         except ValueError as error:
             raise AlignError(f"[align] labels = {config.labels!r}: {error}") from error
+        if kind == "endpoint":
+            EndpointJudge(argument, options)
+
+
+def what_is_sent(config: AlignConfig) -> Iterator[str]:
+    """Describe what an alignment sends to servers."""
+    if config.endpoint is not None:
+        yield f"the server's prompts are sent to {config.endpoint.url}, which generates the completions"
+    if (config.judge_name or "").startswith("endpoint:"):
+        yield f"prompts and completions are sent to {_judge_options(config).url}, which judges them"
+
+
+def _judge_options(config: AlignConfig) -> JudgeConfig:
+    return config.judge or JudgeConfig()
 
 
 def check_named_tastes(experiment: Experiment, job: Job) -> None:
@@ -174,7 +198,7 @@ def _settings_file(record: RunRecord, anew: bool) -> Path:
 
 def _warn_of_collapse(record: RunRecord, config: AlignConfig, callback: Callback) -> None:
     tastes = record.tastes
-    if config.judge is not None or tastes is None or not tastes["collapsed"]:
+    if config.judge_name is not None or tastes is None or not tastes["collapsed"]:
         return
     callback.on_warning(
         f"the clients' tastes have collapsed: accuracy {tastes['own']:.3f} with their own taste, "
@@ -199,7 +223,8 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
     check_judge(config)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
-    judge = None if config.judge is None else make_judge(config.judge, JudgeOptions(), source.run)
+    name = config.judge_name
+    judge = None if name is None else make_judge(name, _judge_options(config), source.run)
     origin = [commit.digests.server, commit.fingerprint["model"], asked] if judge is None else judge.identity
     return Alignment(
         folder=record.path / FOLDER,
@@ -241,7 +266,7 @@ class _Source:
         # The hub of a federation has no data of clients.
         run = load_run(self.path, data=not read_run(self.path).sites)
         labels = self.config.labels
-        names = [] if self.config.judge is not None else list(untrained(run))
+        names = [] if self.config.judge_name is not None else list(untrained(run))
         if isinstance(labels, int):
             names = [name for name in names if name == list(run.published_models)[labels]]
         if names:

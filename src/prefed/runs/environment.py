@@ -26,7 +26,7 @@ from prefed.engines import check_backend, check_devices
 from prefed.methods.base.settings import BaselineSettings
 from prefed.models.pretrained import check_dtype, check_quantized, find_device
 from prefed.privacy.accountant import require
-from prefed.runs.align import check_alignment
+from prefed.runs.align import check_alignment, what_is_sent
 from prefed.runs.dry_run import existing_parent
 from prefed.runs.start_or_resume import is_place
 from prefed.runs.track import usable
@@ -118,7 +118,7 @@ def needs(experiment: Experiment, out: Path, *, own_data: bool = True) -> Iterat
 
         def alignment() -> str:
             check_alignment(align, experiment.data)
-            return "prompts and judge are here"
+            return "; ".join(["prompts and judge are here", *what_is_sent(align)])
 
         yield checked("[align]", alignment)
 

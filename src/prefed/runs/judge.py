@@ -19,7 +19,9 @@ from typing import Any
 from prefed.align.judge import Judge, Question, Verdict, outcome
 from prefed.align.judge.local import MEAN
 from prefed.align.judge.names import split_name
-from prefed.align.judge.questions import JudgeOptions, NumberedPrompt, numbered_prompts, references
+from prefed.align.judge.questions import NumberedPrompt, numbered_prompts, references
+from prefed.config import EndpointConfig
+from prefed.config.align import JudgeOptions
 from prefed.core import files
 from prefed.core.strict_settings import differing
 from prefed.core.text import pluralize
@@ -28,7 +30,7 @@ from prefed.runs.append_log import Journal
 from prefed.runs.finished_run import RunError
 from prefed.runs.labels import make_judge
 from prefed.runs.loaded_run import LoadedRun, load_run
-from prefed.runs.responses import Models, Progress, References, Side, slug
+from prefed.runs.responses import Models, ModelSide, Progress, References, Side, responder, slug
 from prefed.runs.tastes import needs_pairs
 from prefed.runs.track import tell_judged
 from prefed.train.generation import Sampling
@@ -57,6 +59,8 @@ class Comparison:
         sampling: for the responses.
         seed: for the responses.
         options: for the judge.
+        servers: servers that generate the responses: of the run's model, and of the other model if there are
+            two. Each must serve that model.
         name: the name of the folder; by default made from the judge, its taste and both sides.
 
     Raises:
@@ -76,6 +80,7 @@ class Comparison:
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
     seed: int = 0
     options: JudgeOptions = field(default_factory=JudgeOptions)
+    servers: Sequence[EndpointConfig] = ()
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +93,8 @@ class Comparison:
             raise ValueError("use --against FILE and --column NAME together: the column has the answers")
         if self.against_shared and self.client is None and self.taste is None:
             raise ValueError("--against-shared needs --client ID, the client with the personal model")
+        if len(self.servers) > (2 if self.reference is None else 1):
+            raise ValueError("give --responses at most once for each model that generates responses")
         if self.name is not None and (slug(self.name) != self.name or self.name in ("texts", ".", "..")):
             raise ValueError(
                 f"--name {self.name!r}: use only letters, digits, dots and hyphens, and not the name 'texts'"
@@ -118,7 +125,11 @@ def judge(
     run = load_run(path, data=split_name(how.judge)[0] == "utility" or needs_pairs(how.taste))
     data = run.experiment.data
     prompts = numbered_prompts(how.prompts, how.prompt_column, data.encoding, data.format)
-    own, other = _sides(run, how, prompts)
+    sides = own, other = _sides(run, how, prompts)
+    for side, server in zip(sides, how.servers, strict=False):
+        assert isinstance(side, ModelSide)
+        responder(server)
+        side.server = server
     judge = make_judge(how.judge, how.options, run)
     base = run.record.path / "judge"
     texts = base / "texts"
@@ -126,6 +137,11 @@ def judge(
     taste = None if how.options.taste == MEAN or "taste" not in judge.identity else how.options.taste
     settings = {"judge": how.judge, **judge.identity, "model": own.name, "against": other.name}
     settings |= {"client": how.client, "texts": None, "responses": _responses(how, prompts)}
+    served = {
+        side.name: side.served["server"] for side in sides if isinstance(side, ModelSide) and side.server
+    }
+    if served:
+        settings["servers"] = {**served, "bit_reproducible": False}
     folder = base / how.name if how.name else _folder(base, settings, taste)
     _check_settings(folder, settings)
     own_texts, other_texts = (side.texts(prompts, texts, progress) for side in (own, other))
@@ -145,6 +161,9 @@ def judge(
             progress("verdicts", len(journal.rows), len(pairs))
         verdicts = [journal.rows[row.row] for row, _ in pairs]
     summary = summarize(verdicts, len(prompts) - len(pairs), how)
+    for name, server in served.items():
+        text = f"responses of {name} are from {server['model']} at {server['url']}, not bit-reproducible"
+        summary["note"] = "; ".join(filter(None, (summary["note"], text)))
     about = {"judge": how.judge, "taste": taste, "model": own.name, "against": other.name}
     summary = {"name": folder.name, **about, **summary}
     files.write(

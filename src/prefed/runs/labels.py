@@ -16,7 +16,8 @@ from prefed.align.judge import Judge, Question, Verdict, outcome
 from prefed.align.judge.endpoint import EndpointJudge
 from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
 from prefed.align.judge.names import split_name
-from prefed.align.judge.questions import JudgeOptions, blocks, by_score
+from prefed.align.judge.questions import blocks, by_score
+from prefed.config.align import JudgeOptions
 from prefed.core import files
 from prefed.core.plugins import Registry
 from prefed.data import Record

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
-from prefed.align.judge.questions import NumberedPrompt
+from prefed.align.completions import endpoint_of
+from prefed.align.judge.endpoint import Endpoint, NoAnswerError
+from prefed.align.judge.questions import JudgeError, NumberedPrompt
 from prefed.align.policy import FOLDER as START
 from prefed.align.policy import TASTING, copy_adapter, load_base, load_policy, read_policy, save_over_start
 from prefed.align.tastes import load_tastes
+from prefed.config import EndpointConfig
 from prefed.core import Key, Tensors, files
 from prefed.data import Prompt, Template
 from prefed.data.encoding import continuation_text
@@ -80,6 +83,8 @@ class ModelSide:
         seed: of the sampling.
         raw: use prompts unchanged.
         taste: ``[d_z]``, for a model that takes tastes.
+        server: generates the responses with the same model, if not ``None``. Its responses are not
+            bit-reproducible.
     """
 
     name: str
@@ -91,6 +96,7 @@ class ModelSide:
     seed: int
     raw: bool
     taste: torch.Tensor | None = None
+    server: EndpointConfig | None = None
 
     def texts(self, prompts: Sequence[NumberedPrompt], folder: Path, progress: Progress) -> dict[int, str]:
         """Return the response to each prompt that leaves room in the model's context.
@@ -100,12 +106,15 @@ class ModelSide:
 
         Raises:
             RunError: another process writes to the file.
+            JudgeError: the server does not respond, or rejects a prompt.
         """
         ids = {row.row: self.ids(row.prompt) for row in prompts}
-        about = {**self.identity, **self.how.model_dump(), "seed": self.seed, "ids": ids}
+        about = {**self.identity, **self.served, **self.how.model_dump(), "seed": self.seed, "ids": ids}
         digest = files.digest(json.dumps(about, sort_keys=True, default=str).encode())
         with Journal(folder / f"{slug(self.name)}-{digest}.jsonl") as journal:
-            for batch in self._responses(ids, frozenset(journal.rows)):
+            done = frozenset(journal.rows)
+            remote = self.server is not None
+            for batch in self._served(prompts, ids, done) if remote else self._responses(ids, done):
                 journal.append({"row": row, "text": text} for row, text in batch)
                 progress(f"responses of {self.name}", len(journal.rows), len(ids))
             rows = journal.rows
@@ -120,8 +129,7 @@ class ModelSide:
         batch may change the last digits.
         """
         backbone, key = self.backbone, Key(self.seed).at("judge")
-        window = backbone.window
-        long = [row for row in ids if window is not None and len(ids[row]) >= window]
+        long = self._too_long(ids)
         yield [(row, None) for row in long if row not in done]
         rows = [row for row in ids if row not in long]
         for batch in length_batches([ids[row] for row in rows], BATCH):
@@ -139,11 +147,43 @@ class ModelSide:
             )
             yield [(row, text) for row, text in zip(names, texts, strict=True) if row not in done]
 
+    def _served(
+        self, prompts: Sequence[NumberedPrompt], ids: Mapping[int, list[int]], done: Collection[int]
+    ) -> Iterator[list[tuple[int, str | None]]]:
+        """Yield rows and responses of the server, as :meth:`_responses`."""
+        assert self.server is not None
+        url, server, long = self.server.url, responder(self.server), self._too_long(ids)
+        yield [(row, None) for row in long if row not in done]
+
+        def ask(asked: NumberedPrompt) -> list[tuple[int, str | None]]:
+            seed = Key(self.seed).at("judge").at("row", asked.row).number()
+            try:
+                text = server.respond(self._formed(asked.prompt), self._template, self.how, seed)
+            except NoAnswerError as error:
+                raise JudgeError(
+                    f"{url}: no response of {self.name} to prompt {asked.row}: {error}; remove the prompt, "
+                    "or run the command again"
+                ) from None
+            return [(asked.row, text)]
+
+        yield from server.map(ask, [each for each in prompts if each.row not in {*done, *long}])
+
+    def _too_long(self, ids: Mapping[int, list[int]]) -> list[int]:
+        window = self.backbone.window
+        return [row for row in ids if window is not None and len(ids[row]) >= window]
+
+    @property
+    def served(self) -> dict[str, Any]:
+        """Where the responses come from, if not from this process."""
+        server = self.server
+        return {} if server is None else {"server": {"model": server.model, "url": server.url}}
+
     def ids(self, prompt: Prompt) -> list[int]:
         """Tokenise a prompt; a plain text gets the format of the run's data unless ``raw`` is set."""
-        if isinstance(prompt, str):
-            prompt = as_prompt(prompt, self._example, raw=self.raw)
-        return prompt_ids(self.backbone.tokenizer, self._template, prompt)
+        return prompt_ids(self.backbone.tokenizer, self._template, self._formed(prompt))
+
+    def _formed(self, prompt: Prompt) -> Prompt:
+        return as_prompt(prompt, self._example, raw=self.raw) if isinstance(prompt, str) else prompt
 
     @cached_property
     def _template(self) -> Template:
@@ -153,6 +193,15 @@ class ModelSide:
     def _example(self) -> Any:
         dataset = self.run.trainers.dataset
         return dataset.tokens.record(0).prompt if dataset.has_pairs else None
+
+
+def responder(config: EndpointConfig) -> Endpoint:
+    """Return the client of a server that generates responses for ``prefed judge``.
+
+    Raises:
+        JudgeError: as :class:`~prefed.align.judge.endpoint.Endpoint`.
+    """
+    return endpoint_of(config, "--responses", "--", "--responses-url")
 
 
 class Models:

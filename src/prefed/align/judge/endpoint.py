@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from prefed.align.judge.questions import URL, JudgeError, JudgeOptions, Question, Verdict, get_template
+from prefed.align.judge.questions import JudgeError, Question, Verdict, get_template
+from prefed.config.align import OPENAI_KEY, URL, JudgeOptions
+from prefed.core.text import printable
+from prefed.data import Prompt, Template
+from prefed.train.generation import Sampling
 
 RETRIES = 6
 """Retries after a time-out, a broken connection, or status 408, 409, 429 or 5xx."""
@@ -20,6 +26,8 @@ _REASON = 400
 """Most characters of a server's message to print."""
 _ANSWER = 100_000
 """Most characters of an answer to keep, since a server may ignore the token limit."""
+_BODY = 8 * 2**20
+"""Most bytes of an answer to read."""
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
@@ -37,11 +45,13 @@ class Endpoint:
     Args:
         model: the name of the model at the endpoint.
         url: base URL, up to and including ``/v1``.
-        key_variable: environment variable with the key, which is only sent to the server.
+        key_variable: environment variable with the key, which is only sent to the server; ``OPENAI_API_KEY``
+            only if that is OpenAI's, or on this machine.
         timeout: seconds to wait for an answer.
         parallel: concurrent requests.
         setting: the setting that names the endpoint, for messages.
         prefix: start of the names of the other settings, for messages.
+        url_setting: the setting with the URL, for messages; defaults to ``url`` after ``prefix``.
 
     Raises:
         JudgeError: the package ``openai`` is missing, the key for OpenAI's endpoint is missing, or the key
@@ -58,19 +68,27 @@ class Endpoint:
         parallel: int,
         setting: str,
         prefix: str,
+        url_setting: str = "",
     ) -> None:
-        self._prefix = prefix
+        self._prefix, self._url_setting = prefix, url_setting or f"{prefix}url"
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
             raise JudgeError(
-                f"{prefix}url must be http:// or https:// with a host, and no user name or password; set the "
-                f"key in the environment variable {key_variable}"
+                f"{self._url_setting} must be http:// or https:// with a host, and no user name or "
+                f"password; set the key in the environment variable {key_variable}"
             )
         try:
-            from openai import OpenAI
+            from openai import DefaultHttpxClient, OpenAI
         except ModuleNotFoundError as error:
             raise JudgeError(f"{setting} needs the package openai: pip install 'prefed[judge]'") from error
-        key = os.environ.get(key_variable, "").strip()
+        # A user who names another server, or runs another's file, may have this key in the environment.
+        keyless = key_variable == OPENAI_KEY and not _may_have_openai_key(parts.scheme, parts.hostname)
+        key = "" if keyless else os.environ.get(key_variable, "").strip()
+        self._key_hint = "check the key in " + (
+            f"another variable: {OPENAI_KEY} is only sent to OpenAI and to servers on this machine"
+            if keyless
+            else key_variable
+        )
         if not key and url == URL:
             raise JudgeError(f"{setting}: no key for {URL}; set the environment variable {key_variable}")
         if not (key.isascii() and key.isprintable()):
@@ -82,8 +100,31 @@ class Endpoint:
         self._model, self._url, self._key = model, url, key
         self._parallel, self._timeout = parallel, timeout
         self._other_names: dict[str, str | None] = {}
-        # The package requires a key.
-        self._client = OpenAI(api_key=key or "none", base_url=url, timeout=timeout, max_retries=RETRIES)
+        # A redirected request would carry prompts to a server that the user did not name.
+        http = DefaultHttpxClient(event_hooks={"response": [self._read]}, follow_redirects=False)
+        # The package requires a key. A compressed answer could be of any size.
+        self._client = OpenAI(
+            api_key=key or "none",
+            base_url=url,
+            timeout=timeout,
+            max_retries=RETRIES,
+            default_headers={"Accept-Encoding": "identity"},
+            http_client=http,
+        )
+
+    def _read(self, response: Any) -> None:
+        """Read an answer within bounds of time and memory; the library has none for a whole answer."""
+        end, content = time.monotonic() + self._timeout, bytearray()
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise ValueError("the answer is compressed, although none was asked for")
+        for chunk in response.stream:
+            content += chunk
+            if len(content) > _BODY:
+                raise ValueError(f"the answer has more than {_BODY >> 20} MiB")
+            if time.monotonic() > end:
+                raise ValueError(f"the answer was not complete after {self._timeout:g} s")
+        response.stream.close()
+        response.stream = type(response)(200, content=bytes(content)).stream
 
     def map(self, ask: Callable[[_T], _U], items: Iterable[_T]) -> Iterator[_U]:
         """Yield ``ask`` of every item, in order, with at most ``parallel`` concurrent requests."""
@@ -125,6 +166,24 @@ class Endpoint:
         answer = self._request(self._client.completions.create, {"prompt": text}, options, droppable)
         return self._text(answer, lambda choice: choice.text, "a completion")
 
+    def respond(self, prompt: Prompt, template: Template, how: Sampling, seed: int) -> str:
+        """Respond to a prompt: a conversation in a chat if there is a chat template, else as a text.
+
+        Raises:
+            NoAnswerError, JudgeError: as :meth:`chat`.
+        """
+        options: dict[str, Any] = {
+            **how.model_dump(include={"max_tokens", "temperature", "top_p"}),
+            **({"extra_body": {"top_k": how.top_k}} if how.top_k else {}),
+            "seed": seed % 2**31,
+        }
+        # Not every server takes seeds. Another temperature would be another policy's.
+        others = {"seed": None}
+        if template.chat and not isinstance(prompt, str):
+            messages = [vars(message) for message in prompt]
+            return self.chat(messages, options, {**others, "max_tokens": "max_completion_tokens"})
+        return self.complete(template.prompt(prompt), options, others)
+
     def load_adapter(self, folder: Path) -> None:
         """Make a vLLM server read the adapter in a folder, under the name of the model.
 
@@ -161,9 +220,11 @@ class Endpoint:
         except openai.APIConnectionError as error:
             reason = error.__cause__ or error
             raise JudgeError(
-                self.safe(f"{self._url} cannot be reached ({reason}); check {self._prefix}url, and try again")
+                self.safe(
+                    f"{self._url} cannot be reached ({reason}); check {self._url_setting}, and try again"
+                )
             ) from None
-        except (openai.OpenAIError, ValueError) as error:
+        except (openai.OpenAIError, ValueError, RecursionError) as error:
             raise NoAnswerError(self.safe(f"malformed answer: {error}")) from None
 
     def _request(
@@ -201,27 +262,45 @@ class Endpoint:
             raise NoAnswerError("malformed answer: no text")
         if len(text) > _ANSWER:
             raise NoAnswerError(self.safe(f"malformed answer of {len(text):,} characters: {text[:_REASON]}"))
-        return text
+        return self.without_key(text)
 
     def _failure(self, error: Any) -> str:
         prefix = self._prefix
         hint = {
-            401: "check the key",
-            403: "check the key",
-            404: f"check {prefix}url and the name of the model",
+            401: self._key_hint,
+            403: self._key_hint,
+            404: f"check {self._url_setting} and the name of the model",
             429: f"too many requests: wait, or lower {prefix}parallel",
         }.get(error.status_code, "try again later")
+        if 300 <= error.status_code < 400:
+            hint = f"it redirects to {error.response.headers.get('location')}: correct {self._url_setting}"
         why = self.safe(f"{self._url} returned status {error.status_code}: {error}")
-        return f"{why}; {hint}; then run the command again to continue"
+        return f"{why}; {self.safe(hint)}; then run the command again to continue"
 
     def safe(self, text: str) -> str:
         """Shorten a message to one line, without the key, which a server may repeat."""
-        line = self.without_key(" ".join(text.split()))
+        line = printable(self.without_key(" ".join(text.split())))
         return line if len(line) <= _REASON else f"{line[:_REASON]} …"
 
     def without_key(self, text: str) -> str:
         """Remove the key from a text."""
         return text.replace(self._key, "(the key)") if self._key else text
+
+
+def _may_have_openai_key(scheme: str, host: str) -> bool:
+    """Whether a server is OpenAI's or on this machine.
+
+    >>> [_may_have_openai_key("https", f"api.openai.com{end}") for end in ("", ".evil.org")]
+    [True, False]
+    >>> [_may_have_openai_key("http", host) for host in ("localhost", "::1", "127.0.0.1.evil.org")]
+    [True, True, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return scheme == "https" and (host == "openai.com" or host.endswith(".openai.com"))
 
 
 class EndpointJudge:
@@ -238,15 +317,15 @@ class EndpointJudge:
     """
 
     def __init__(self, model: str, options: JudgeOptions) -> None:
-        self._template = get_template(options.template)
+        self._template = get_template(options.template, options.prefix)
         self._endpoint = Endpoint(
             model,
             options.url,
             options.key_variable,
             timeout=options.timeout,
             parallel=options.parallel,
-            setting="--judge endpoint",
-            prefix="--",
+            setting="the judge at an endpoint",
+            prefix=options.prefix,
         )
         self.identity: Mapping[str, Any] = {
             "model": model,
@@ -269,8 +348,6 @@ class EndpointJudge:
         # Newer OpenAI models use another name for max_tokens, and have a fixed temperature.
         others = {"max_tokens": "max_completion_tokens", "temperature": None}
         try:
-            text = self._endpoint.chat(messages, self._options, others)
+            return self._template.verdict(self._endpoint.chat(messages, self._options, others))
         except NoAnswerError as error:
             return Verdict(None, str(error))
-        verdict = self._template.verdict(text)
-        return Verdict(verdict.preference, self._endpoint.without_key(verdict.text))

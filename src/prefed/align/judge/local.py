@@ -9,13 +9,13 @@ import numpy as np
 
 from prefed.align.judge.questions import (
     JudgeError,
-    JudgeOptions,
     Question,
     Verdict,
     blocks,
     by_score,
     get_template,
 )
+from prefed.config.align import JudgeOptions
 from prefed.core import Key
 from prefed.core.text import did_you_mean, listed
 from prefed.data import Record
@@ -45,7 +45,7 @@ class LocalJudge:
     def __init__(self, folder: str, options: JudgeOptions) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self._template = get_template(options.template)
+        self._template = get_template(options.template, options.prefix)
         tokenizer = load_pretrained(AutoTokenizer, KEY, folder, "tokenizer")
         # "auto" keeps the dtype of the checkpoint.
         options_of_load = placement(find_device(options.device))

@@ -9,9 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from pydantic import Field
-
-from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data import Columns, DataError, Prompt, Source, dialogue
 from prefed.data.prompts import read_prompts
@@ -53,35 +50,6 @@ class Verdict:
 
     preference: float | None
     text: str
-
-
-URL = "https://api.openai.com/v1"
-
-
-class JudgeOptions(StrictModel):
-    """Settings of judges. Each judge uses those that apply to it.
-
-    Attributes:
-        url: base URL of an endpoint, up to and including ``/v1``.
-        template: a name in :data:`TEMPLATES`, for language models.
-        judge_tokens: most tokens of an answer.
-        key_variable: environment variable with the key of the endpoint. The key is only sent to the endpoint,
-            and neither stored nor printed. Private endpoints may need none.
-        timeout: seconds to wait for an answer of the endpoint.
-        parallel: concurrent requests to the endpoint.
-        taste: a client of a synthetic dataset, or ``"mean"``; for selectors with a latent taste, a taste that
-            the server knows.
-        device: device of a local model, as in ``[model] device``.
-    """
-
-    url: str = URL
-    template: str = "plain"
-    judge_tokens: int = Field(1024, ge=1)
-    key_variable: str = "OPENAI_API_KEY"
-    timeout: float = Field(120.0, gt=0)
-    parallel: int = Field(4, ge=1)
-    taste: str = "mean"
-    device: str = "auto"
 
 
 class Judge(Protocol):
@@ -295,15 +263,16 @@ TEMPLATES: Mapping[str, PairTemplate] = {
 the pairwise protocol of Auto-J (arXiv:2310.05470), a Llama 2 chat model."""
 
 
-def get_template(name: str) -> PairTemplate:
-    """Return a template by name.
+def get_template(name: str, prefix: str = "--") -> PairTemplate:
+    """Return a template by name; messages start with ``prefix``.
 
     Raises:
         ValueError: there is no such template.
     """
     if name not in TEMPLATES:
         raise ValueError(
-            f"--template {name!r}: the templates are {', '.join(TEMPLATES)}{did_you_mean(name, TEMPLATES)}"
+            f"{prefix}template {name!r}: the templates are {', '.join(TEMPLATES)}"
+            f"{did_you_mean(name, TEMPLATES)}"
         )
     return TEMPLATES[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -239,6 +240,20 @@ def judge(
     key: Annotated[
         str, typer.Option(metavar="VARIABLE", help="The environment variable that holds an endpoint's key.")
     ] = "OPENAI_API_KEY",
+    responses: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The run's model on a server that generates its responses; given again, the other model "
+            "there.",
+        ),
+    ] = None,
+    responses_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="With --responses: the server's URL, including /v1.")
+    ] = None,
+    responses_key: Annotated[
+        str, typer.Option(metavar="VARIABLE", help="The environment variable that holds that server's key.")
+    ] = "OPENAI_API_KEY",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an endpoint's answer.")] = 120.0,
     parallel: Annotated[int, typer.Option(min=1, help="Number of parallel requests to an endpoint.")] = 4,
     judge_tokens: Annotated[
@@ -262,15 +277,19 @@ def judge(
 ) -> None:
     """Compare a finished run's model with another by a judge: win rates, and all verdicts in a file."""
     from prefed.align.judge.names import split_name
-    from prefed.align.judge.questions import JudgeOptions
+    from prefed.config.align import KEY, OPENAI_KEY, URL, EndpointConfig, JudgeOptions
     from prefed.core.plugins import allow, is_code
 
+    if (responses_url is None) != (not responses):
+        raise UsageError("use --responses MODEL and --responses-url URL together")
+    if not re.fullmatch(KEY, responses_key):
+        raise UsageError(f"--responses-key {responses_key}: use {OPENAI_KEY} or PREFED_…API_KEY")
     if timeout <= 0:
         raise UsageError(f"--timeout {timeout:g}: must be above 0")
     with usage():
         if is_code(split_name(judge)[0]):
             allow(judge)
-    from prefed.align.judge.questions import URL, criterion_template, get_template
+    from prefed.align.judge.questions import criterion_template, get_template
     from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.judge import Comparison
     from prefed.runs.judge import judge as judge_run
@@ -305,6 +324,16 @@ def judge(
                 parallel=parallel,
                 taste=taste,
             ),
+            servers=[
+                EndpointConfig(
+                    model=model,
+                    url=str(responses_url),
+                    key_variable=responses_key,
+                    timeout=timeout,
+                    parallel=parallel,
+                )
+                for model in responses or ()
+            ],
             name=name,
         )
     with _progress() as report:
