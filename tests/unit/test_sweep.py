@@ -23,7 +23,7 @@ from prefed.runs.start_or_resume import fitted
 from prefed.runs.sweep import Sweep, check_cells, next_rate, sweep_cells
 from prefed.runs.sweep_child import code_version, commits, run_in_process
 from prefed.ui.cli import app
-from prefed.ui.pages.sweep import _rate, keep
+from prefed.ui.pages.sweep import keep, rate
 from preferences import jsonl
 
 ADAPTIVE = (1e-3, 3e-3, 9e-3)
@@ -134,16 +134,16 @@ def test_a_cell_that_no_rate_changes_is_followed_no_further():
     assert alike[9e-3] > alike[3e-3]
     assert next_rate(alike, 9) is None
     assert next_rate(dict.fromkeys(ADAPTIVE, 0.5), 9) is None
-    assert _rate({"lr": 1e-3, "validation": alike}) == ("any", "1e-3 to 9e-3, all alike")
+    assert rate({"lr": 1e-3, "validation": alike}) == ("any", "1e-3 to 9e-3, all alike")
     assert next_rate({1e-3: 0.6, 3e-3: 0.6, 9e-3: 0.5}, 9) == 3e-4
     assert next_rate({1e-3: 0.5, 3e-3: 0.6, 9e-3: 0.6}, 9) is None
 
 
 def test_a_row_says_where_its_best_rate_lies():
     inside = {"lr": 3e-3, "validation": {"0.001": 0.5, "0.003": 0.6, "0.009": 0.5}}
-    assert _rate(inside) == ("3e-3", "1e-3 to 9e-3")
-    assert _rate({**inside, "lr": 9e-3}) == ("9e-3", "1e-3 to 9e-3, best at the end")
-    assert _rate({"lr": 0.3, "validation": {0.3: 0.5}}) == ("0.3", "0.3, best at the end")
+    assert rate(inside) == ("3e-3", "1e-3 to 9e-3")
+    assert rate({**inside, "lr": 9e-3}) == ("9e-3", "1e-3 to 9e-3, best at the end")
+    assert rate({"lr": 0.3, "validation": {0.3: 0.5}}) == ("0.3", "0.3, best at the end")
 
 
 # How a table is made

@@ -17,8 +17,10 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from prefed.config.errors import ConfigError, validate
 from prefed.config.experiment import Experiment
 from prefed.config.file import allow_code, make_absolute, override, parse_override, read_toml
+from prefed.config.settings import method_kind
 from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
+from prefed.methods import METHODS
 
 RATE = "{lr}"
 """A setting with this value takes the value of ``method.lr``."""
@@ -63,6 +65,9 @@ class Table(StrictModel):
     sets: dict[str, dict[str, Any]] = Field({}, description="settings by name, for columns and rows to use")
     columns: dict[str, str] = Field({}, description="the sets that make the columns, each with its heading")
     rows: dict[str, Row] = Field(description="the rows by name", min_length=1)
+    methods: dict[str, Row] = Field(
+        {}, description="the row of a method that `prefed sweep --method` names; default: the base"
+    )
     judge: Judge = Field(
         "preference_accuracy", description="the metric that selects a rate and is compared with the paper's"
     )
@@ -86,9 +91,11 @@ class Table(StrictModel):
     def _consistent(self) -> Table:
         for name in self.columns:
             _check_known(f"columns.{name}", name, self.sets, "set")
+        for where, rows in (("rows", self.rows), ("methods", self.methods)):
+            for label, row in rows.items():
+                for name in row.sets:
+                    _check_known(f"{where}.{label}.sets", name, self.sets, "set")
         for label, row in self.rows.items():
-            for name in row.sets:
-                _check_known(f"rows.{label}.sets", name, self.sets, "set")
             self._check_figures(label, row)
         return self
 
@@ -101,6 +108,26 @@ class Table(StrictModel):
                 raise ValueError(f"rows.{label}.{key}: the table has no columns; remove the column names")
             for name in figures if self.columns else ():
                 _check_known(f"rows.{label}.{key}", name, self.columns, "column")
+
+    def of_method(self, name: str) -> Table:
+        """Return the table with a single row, for this method.
+
+        The method keeps the keys of the base's ``[method]`` that it has.
+
+        Args:
+            name: built-in, installed, or code that was allowed.
+
+        Raises:
+            ConfigError: no method has this name.
+        """
+        try:
+            known = method_kind(name).Settings.model_fields
+        except ValueError as error:
+            raise ConfigError(f"--method: {error}") from error
+        label = name if name in list(METHODS) else re.sub(r"[^\w.+-]", ".", Path(name).name)
+        settings = {key: value for key, value in self.base.get("method", {}).items() if key in known}
+        base = {**self.base, "method": {**settings, "name": name}}
+        return self.model_copy(update={"base": base, "rows": {label: self.methods.get(label, Row())}})
 
     def cells(self, path: Path) -> dict[str, Cell]:
         """The cells by name, row by row; ``path`` is the file of the table."""

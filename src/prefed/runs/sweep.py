@@ -17,7 +17,7 @@ from prefed.config import ConfigError, Experiment
 from prefed.config.experiment_table import Cell, Combination, Judge, Table, grid_table, load_table
 from prefed.core.text import pluralize
 from prefed.data import DataConfig, DataError
-from prefed.runs.sweep_child import KEPT, CommandError, SweepRun, commits, run_in_process
+from prefed.runs.sweep_child import KEPT, NEWCOMERS, CommandError, SweepRun, commits, run_in_process
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class SweepCell:
         runs = [self.run_of(seed, lr) for seed in seeds]
         outcome = {**self._about(), "lr": lr, "validation": dict(sorted(validation.items()))}
         tests = [run.figures or {} for run in runs]
-        for name in KEPT:
+        for name in (*KEPT, NEWCOMERS):
             for figure in ("mean", "worst"):
                 outcome[f"{name}.{figure}"] = [test[name][figure] for test in tests if name in test]
         outcome["bytes"] = [_sent(run) for run in runs]
@@ -145,17 +145,20 @@ def _sent(run: SweepRun) -> int:
     return int(sent["up"] + sent["down"])
 
 
-def sweep_cells(path: Path, out: Path, overrides: Sequence[str] = ()) -> list[SweepCell]:
+def sweep_cells(
+    path: Path, out: Path, overrides: Sequence[str] = (), method: str | None = None
+) -> list[SweepCell]:
     """Return the cells of a table.
 
     Args:
         path: the file of the table.
         out: the folder of all tables.
+        method: the method that replaces those of the table; see :meth:`Table.of_method`.
 
     Raises:
         ConfigError: the table is not valid.
     """
-    table = load_table(path)
+    table = load_table(path) if method is None else load_table(path).of_method(method)
     folder, values = out / path.stem, tuple(overrides)
     return [SweepCell(cell, table, folder, values) for cell in table.cells(path).values()]
 
@@ -258,12 +261,14 @@ class Sweep:
         do: runs or resumes one run.
         failed: the cells of tables and the runs of grids that failed, each with the log file of the failed
             run if there is one.
+        reasons: the name of each of these cells or runs, and why it failed.
     """
 
     jobs: int
     tell: Callable[[str], None] = print
     do: Callable[[SweepRun], Awaitable[None]] = run_in_process
     failed: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.jobs)
@@ -372,6 +377,7 @@ class Sweep:
                 reason = reason.exceptions[0]
             log = f": {reason.log}" if isinstance(reason, CommandError) else ""
             self.failed.append(f"{name}{log}")
+            self.reasons[name] = getattr(reason, "reason", str(reason))
             self.tell(f"FAILED {name}: {reason}")
             return None
 

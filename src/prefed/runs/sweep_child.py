@@ -27,6 +27,8 @@ KEPT = (
     "majority_accuracy",
 )
 """The metrics on test pairs that the table of a sweep contains."""
+NEWCOMERS = "newcomer_accuracy"
+"""The accuracy of clients that never trained, after the most local steps or pairs of ``[evaluate]``."""
 PACKAGE = Path(__file__).resolve().parents[1]
 START = """
 import os, sys, threading
@@ -48,11 +50,12 @@ class CommandError(RuntimeError):
 
     Attributes:
         log: the file with its error output.
+        reason: the last line of the log.
     """
 
-    def __init__(self, message: str, log: Path) -> None:
+    def __init__(self, message: str, log: Path, reason: str) -> None:
         super().__init__(message)
-        self.log = log
+        self.log, self.reason = log, reason
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class SweepRun:
         if not config.exists():
             return
         # Imported here: PyTorch takes seconds, and an invalid table is reported before.
-        from prefed.runs.start_or_resume import fitted, is_place
+        from prefed.runs.start_or_resume import changed_code, fitted, is_place
+        from prefed.store.commit import read_commit
 
         stored = Experiment.parse(config.read_text("utf-8"))
         asked = fitted(self.experiment, stored).tables()
@@ -113,6 +117,9 @@ class SweepRun:
             for name, (before, after) in differing(stored.tables(), asked).items()
             if not is_place(name) and not name.startswith(("engine.", "track."))
         ]
+        commit = read_commit(self.out / "checkpoint")
+        if commit and (code := changed_code(self.experiment, commit.fingerprint)):
+            listed.append(f"{code} has changed since")
         if listed:
             raise ValueError(
                 f"{self.out} contains a run with other settings: {'; '.join(listed)}. "
@@ -165,8 +172,11 @@ async def run_in_process(run: SweepRun) -> None:
         files.remove(note)
     if run.test and run.figures is None:
         figures = json.loads(await _command(run, "evaluate", str(run.out), "--split", "test", "--json"))
+        *_, figures[NEWCOMERS] = {}, *figures.get("unseen_accuracy", {}).values()
         accuracies = {
-            name: {key: figures[name][key] for key in ("mean", "worst")} for name in KEPT if name in figures
+            name: {key: figures[name][key] for key in ("mean", "worst")}
+            for name in (*KEPT, NEWCOMERS)
+            if figures.get(name)
         }
         files.write(run.out / "judged-test.json", json.dumps(accuracies, indent=1).encode())
     for path in (experiment, run.beside("log")):
@@ -202,5 +212,5 @@ async def _command(run: SweepRun, *words: str) -> bytes:
                 await child.wait()
     if child.returncode:
         last = log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
-        raise CommandError(f"{run.out} failed with status {child.returncode}: {last} (log: {log})", log)
+        raise CommandError(f"{run.out} failed with status {child.returncode}: {last} (log: {log})", log, last)
     return output

@@ -6,8 +6,9 @@ import asyncio
 import json
 import shlex
 from collections.abc import Coroutine
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -206,18 +207,29 @@ def sweep(
             metavar="CELL", help="Only this cell, or the cells that match a pattern such as 'imdb-3/*'."
         ),
     ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run this method instead of the methods of the tables, and add it to OUT/leaderboard.md; a "
+            "name, ./FILE.py or PACKAGE.MODULE:OBJECT.",
+        ),
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Number of parallel runs, with one thread each.")] = 2,
 ) -> None:
     """Run the cells of a table, or an experiment over a grid and seeds; existing runs continue."""
     if grid or seeds is not None:
-        if len(tables) > 1 or only:
-            raise UsageError("--grid and --seeds are for one experiment file, without --only")
+        if len(tables) > 1 or only or method:
+            raise UsageError("--grid and --seeds are for one experiment file, without --only and --method")
         _sweep_grid(tables[0], grid or [], seeds, judge or "preference_accuracy", overrides or [], out, jobs)
         return
     if judge is not None:
         raise UsageError("--judge requires --grid; a table declares its own judge")
     from prefed.runs.sweep import Sweep, check_cells, sweep_cells
 
+    if method:
+        _sweep_methods(tables, method, overrides or [], out, only or [], jobs)
+        return
     cells = [cell for table in tables for cell in sweep_cells(table, out, overrides or [])]
     order: dict[Path, list[str]] = {}
     for cell in cells:
@@ -238,6 +250,51 @@ def sweep(
         path = folder.with_name(f"{folder.name}.md")
         if path.exists():
             typer.echo(f"\n{table.title} ({path})\n\n{path.read_text('utf-8')}", nl=False)
+    if work.failed:
+        raise ValueError("some cells failed:\n" + "\n".join(work.failed))
+
+
+def _sweep_methods(
+    tables: list[Path], methods: list[str], overrides: list[str], out: Path, only: list[str], jobs: int
+) -> None:
+    from prefed.config import ConfigError
+    from prefed.config.file import allow_code, make_absolute
+    from prefed.runs.sweep import Sweep, check_cells, sweep_cells
+    from prefed.ui.pages.leaderboard import add, write_leaderboard
+
+    named = [{"method": {"name": name}} for name in methods]
+    for tree in named:
+        make_absolute(tree, [Path()])
+        allow_code(tree)
+    cells = [
+        cell
+        for tree in named
+        for table in tables
+        for cell in sweep_cells(table, out, overrides, tree["method"]["name"])
+    ]
+    refused: dict[str, str] = {}
+    for cell in cells:
+        try:
+            cell.planned()
+        except ConfigError:
+            try:
+                replace(cell, overrides=()).planned()
+            except ConfigError as error:  # also without --set, so the method cannot do the task
+                where = f"{cell.definition.path}, cell {cell.definition.name}: "
+                refused[cell.name] = " ".join(str(error).removeprefix(where).split())
+                tell(f"{cell.name} is refused: {refused[cell.name]}")
+            else:
+                raise
+    possible = _select([cell for cell in cells if cell.name not in refused], only)
+    check_cells(possible)
+    work = Sweep(jobs, tell)
+    if possible:
+        _to_the_end(work.tables(possible, partial(add, out)))
+    refused |= work.reasons
+    for cell in cells:
+        if cell.name in refused:
+            add(out, cell, {"refused": refused[cell.name]})
+    typer.echo(write_leaderboard(out))
     if work.failed:
         raise ValueError("some cells failed:\n" + "\n".join(work.failed))
 

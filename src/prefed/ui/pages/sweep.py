@@ -74,7 +74,7 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
     for each in sorted(outcomes, key=lambda each: -statistics.mean(each["preference_accuracy.mean"])):
         figures = [plus_minus(each.get(key, ())) for _, key in columns]
         theirs = [_paper(each) for _ in paper]
-        lines.append([each["text"], *_rate(each), *theirs, *figures, _sent(each["bytes"]), _code(each)])
+        lines.append([each["text"], *rate(each), *theirs, *figures, sent(each["bytes"]), code(each)])
     return _table([*head, "MB sent", "commit"], lines)
 
 
@@ -89,9 +89,9 @@ def _own_rate_table(outcomes: Sequence[Outcome]) -> str:
     lines = []
     for each in outcomes:
         figures = [_percent([run[key] for run in each["runs"]]) for key in ("best", "last", "worst")]
-        sent = _sent([run["bytes"] for run in each["runs"]])
+        traffic = sent([run["bytes"] for run in each["runs"]])
         theirs = [_paper(each) for _ in paper]
-        lines.append([each["text"], *theirs, *figures, _clients(each), sent, _code(each)])
+        lines.append([each["text"], *theirs, *figures, _clients(each), traffic, code(each)])
     return _table([*head, "MB sent", "commit"], lines)
 
 
@@ -104,7 +104,7 @@ def _clients(outcome: Outcome) -> str:
     return ", ".join(f"{name} {own[name]}" + (f" ({paper[name]})" if name in paper else "") for name in names)
 
 
-def _rate(outcome: Outcome) -> tuple[str, str]:
+def rate(outcome: Outcome) -> tuple[str, str]:
     """The selected learning rate, and the range tried; notes if the best is at an end or all are equal."""
     figures = {float(lr): figure for lr, figure in outcome["validation"].items()}
     lowest, highest = min(figures), max(figures)
@@ -142,11 +142,13 @@ def _paper(outcome: Outcome) -> str:
     return str(outcome.get("paper", {}).get("figure", ""))
 
 
-def _sent(counts: Sequence[float]) -> str:
+def sent(counts: Sequence[float]) -> str:
+    """The mean of counts of bytes, in MB."""
     return f"{statistics.mean(counts) / 1e6:.1f}"
 
 
-def _code(outcome: Outcome) -> str:
+def code(outcome: Outcome) -> str:
+    """The commits of the runs."""
     return ", ".join(outcome["commits"])
 
 

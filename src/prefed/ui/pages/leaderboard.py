@@ -1,0 +1,101 @@
+"""The leaderboard of ``prefed sweep --method``: a table of methods for each task."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefed.core import files
+from prefed.runs.sweep import SweepCell
+from prefed.runs.sweep_child import NEWCOMERS
+from prefed.train.metrics import seed_interval
+from prefed.ui.pages.sweep import Outcome, code, rate, sent
+from prefed.ui.pages.tables import Row, Table, markdown
+
+METRICS = ("reward_accuracy", "preference_accuracy", NEWCOMERS)
+
+
+def add(out: Path, cell: SweepCell, outcome: Outcome) -> None:
+    """Add or replace the result of a method on a task in ``OUT/leaderboard.json``.
+
+    Args:
+        outcome: from the sweep, or ``{"refused": REASON}`` if the method cannot do the task.
+    """
+    tasks = _read(out)
+    task = tasks.setdefault(cell.folder.name, {"methods": {}})
+    task |= {"title": cell.table.title, "judge": cell.table.judge}
+    task["methods"][cell.definition.name] = {"text": cell.definition.text, **outcome}
+    out.mkdir(parents=True, exist_ok=True)
+    files.write(out / "leaderboard.json", json.dumps(tasks, indent=1, ensure_ascii=False).encode())
+
+
+def write_leaderboard(out: Path) -> Path:
+    """Write ``OUT/leaderboard.md`` from ``OUT/leaderboard.json``."""
+    tasks = _read(out)
+    methods = {name: each["text"] for task in tasks.values() for name, each in task["methods"].items()}
+    overview = [
+        (text, [_headline(task, task["methods"].get(name)) for task in tasks.values()])
+        for name, text in methods.items()
+    ]
+    parts = [
+        "# Leaderboard\n",
+        "Mean over seeds, with the 95% interval of the mean over seeds (Student's t).\n",
+        markdown(Table("", ["method", *tasks], overview)),
+    ]
+    for name, task in tasks.items():
+        refused = [each for each in task["methods"].values() if "refused" in each]
+        parts += [f"## {name}\n", f"{task['title']}.\n", markdown(_table(task))]
+        parts += (
+            ["".join(f"- {each['text']}: – ({each['refused']})\n" for each in refused)] if refused else []
+        )
+    files.write(out / "leaderboard.md", "\n".join(parts).encode())
+    return out / "leaderboard.md"
+
+
+def with_interval(values: Sequence[float]) -> str:
+    """Format a mean over seeds and its interval; with one seed, only the mean.
+
+    >>> with_interval([0.6, 0.7, 0.8]), with_interval([0.7])
+    ('0.700 [0.452, 0.948]', '0.700')
+    """
+    interval = seed_interval(values, within=(0, 1))
+    ends = "" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
+    return f"{statistics.fmean(values):.3f}{ends}"
+
+
+def _read(out: Path) -> dict[str, Any]:
+    path = out / "leaderboard.json"
+    return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
+
+
+def _leading(task: Mapping[str, Any]) -> str:
+    """The metric that ranks methods: newcomers' accuracy if there are any, else the judge of the rates."""
+    newcomers = any(each.get(f"{NEWCOMERS}.mean") for each in task["methods"].values())
+    return NEWCOMERS if newcomers else str(task["judge"])
+
+
+def _headline(task: Mapping[str, Any], outcome: Outcome | None) -> str:
+    if outcome is None:
+        return ""
+    values = outcome.get(f"{_leading(task)}.mean")
+    return with_interval(values) if values else "–"
+
+
+def _table(task: Mapping[str, Any]) -> Table:
+    """The finished methods of a task, the best first."""
+    leading = _leading(task)
+    finished = [each for each in task["methods"].values() if each.get(f"{leading}.mean")]
+    finished.sort(key=lambda each: -statistics.fmean(each[f"{leading}.mean"]))
+    columns = [f"{leading}.mean", f"{leading}.worst"]
+    columns += [f"{name}.mean" for name in METRICS if name != leading]
+    columns = [key for key in columns if any(each.get(key) for each in finished)]
+    rows: list[Row] = []
+    for each in finished:
+        cells = [with_interval(values) if (values := each.get(key)) else "" for key in columns]
+        cost = [sent(each["bytes"]), f"{statistics.fmean(each['seconds']):.0f}", code(each)]
+        rows.append((each["text"], [*cells, *rate(each), *cost]))
+    heads = [key.removesuffix(".mean").replace(".", ", ").replace("_", " ") for key in columns]
+    return Table("", ["method", *heads, "learning rate", "rates tried", "MB sent", "seconds", "commit"], rows)
