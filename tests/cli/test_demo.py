@@ -87,7 +87,7 @@ def test_a_given_model_answers_the_same_prompts_before_and_after(
     other = CliRunner().invoke(app, ["demo", "--model", "other", "--out", "prefed-demo-small"])
     assert other.exit_code == 2
     file = Path("prefed-demo-small", "fedsdg.toml")
-    assert f"{file} is about another model, {folder}: give another --out" in other.output
+    assert f"{file} trains another model, {folder}: choose another --out" in other.output
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

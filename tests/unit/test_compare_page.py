@@ -261,6 +261,24 @@ def test_the_tables_fold_no_name(tmp_path):
     assert re.search(rf"{long}-1 +feddpo", shown(160))
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_narrow_terminal_shows_every_cell(tmp_path, width):
+    """A table that is too wide is split: no cell is truncated, and every row has its name."""
+    made = [read_run(write_run(tmp_path / f"run-{k}", settings={"rounds": 2 + k})) for k in (1, 2)]
+
+    def lines(width):
+        file = io.StringIO()
+        print_comparison(made, Console(file=file, width=width))
+        assert "…" not in file.getvalue()
+        return file.getvalue().splitlines()
+
+    whole = [line.split()[1:] for line in lines(200) if line.startswith(" run-")]
+    for name, cells in zip("AB", whole, strict=True):
+        parts = [line.split() for line in lines(width) if line.startswith(f" {name}   ")]
+        assert len(parts) > 1
+        assert [cell for part in parts for cell in part[1:]] == cells
+
+
 def test_a_run_on_other_pairs_is_in_no_test_chart_or_pooled_figure(tmp_path):
     """Three seeds of two methods, the second with higher accuracies, and its third seed had other pairs. That
     run is a case of its own, with a mark in the tables. Nothing is tested, drawn or averaged with it."""

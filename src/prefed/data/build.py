@@ -302,7 +302,7 @@ def _read_rows(
     if isinstance(config.train, dict) and config.partition.by == "source":
         # Number the clients in the order of the table.
         values = {name: k for k, name in enumerate(config.train)}
-    missing, empty = _MissingColumn(errors, _per_client(config)), list[str]()
+    missing, empty = _MissingColumn(errors, _without_column(config)), list[str]()
     kinds: dict[str, tuple[bool, RowLocation]] = {}
     for role, name, source in config.sources():
         before = counts.read + errors.count
@@ -404,14 +404,14 @@ class _MissingColumn:
         )
 
 
-def _per_client(config: DataConfig) -> str:
-    """Suggest one client per file if the data are a folder of several files."""
+def _without_column(config: DataConfig) -> str:
+    """Suggest another partition for data without its column: one client per file, or shuffled rows."""
     train = config.train
     if not isinstance(train, Source) or not isinstance(config.partition, ByColumn):
         return ""
     folder = Path(train.path).expanduser()
     if not folder.is_dir() or len(data_files(folder, train.split)) < 2:
-        return ""
+        return '; add it, or shuffle the rows: [data] partition = {by = "iid", clients = 10}'
     return '; if each file contains the rows of one client, set [data] partition = {by = "file"}'
 
 

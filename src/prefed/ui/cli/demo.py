@@ -104,7 +104,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Make a preference set, train a federation of a tiny or a given model on it and report."""
+    """Generate clients' preferences, train a tiny or given model on them, and report."""
     import os
 
     from prefed.config import Experiment, method_kind
@@ -144,19 +144,21 @@ def demo(
         files.write(file, text.encode())
     experiment = Experiment.load(file, [])
     if model not in (None, experiment.model.name):
-        raise UsageError(f"{file} is about another model, {experiment.model.name}: give another --out")
+        raise UsageError(f"{file} trains another model, {experiment.model.name}: choose another --out")
     path = _free_path(out / f"run-{method}")
     result = run(experiment, path, callbacks=terminal(console))
     print_result(result.summary, console, story.more)
     if story.more:
-        console.print("oracle: the accuracy with each client's taste known; labels are noisy")
+        console.print("oracle: accuracy of a judge that knows each client's taste; labels are noisy")
     record, page = read_run(result.path), result.path / "report.html"
     for part in answers(record)[:1]:
         for prompt, texts, _ in part.rows:
             print_responses(prompt, dict(zip(part.heads, texts, strict=True)), console)
     write_page(record, page)
     console.print(f"report: {page}\nadapter: {result.adapter or 'none: see `prefed export`'}")
-    console.print(f"experiment: {file}; change a line, e.g. the method, and `prefed run {file}`")
+    console.print(
+        f"experiment: {file}; change a line, e.g. the method, then: prefed run {file}", soft_wrap=True
+    )
     if console.quiet:
         typer.echo(f"{result_line(result.summary)} → {page}")
 

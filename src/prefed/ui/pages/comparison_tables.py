@@ -21,7 +21,7 @@ from prefed.ui.pages.comparison_data import (
     rows_of_tests,
 )
 from prefed.ui.pages.outcomes import judged_table
-from prefed.ui.pages.tables import LISTED, Table, cell, terminal
+from prefed.ui.pages.tables import LISTED, Table, cell, split, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,14 +46,16 @@ COLUMNS = (
 
 
 def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
-    """Print tables and notes. On a narrow terminal, letters replace the runs' names."""
+    """Print tables and notes. On a narrow terminal, letters replace the runs' names, and tables are split."""
     compared = Compared(tuple(runs))
     names, shown = compared.labels, compared.names
     endless = console.options.update(max_width=10_000)
 
+    def fits(table: Table) -> bool:
+        return console.measure(terminal(table), options=endless).maximum <= console.width
+
     def room(tables: Sequence[Table]) -> bool:
-        measured = (console.measure(terminal(each), options=endless).maximum for each in tables)
-        return all(width <= console.width for width in measured)
+        return all(map(fits, tables))
 
     if not room(_of_runs(compared, names)):
         whole, names = names, letters(len(names))
@@ -65,7 +67,10 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
     firsts = [case.runs[0] for case in compared.cases]
     together = len(firsts) < len(runs)
     differing = differences_table(firsts, shown) if together else differences_table(runs, names)
-    for table in (*_of_runs(compared, names), differing, *_over_seeds(compared, shown)):
+    for each in _of_runs(compared, names):
+        for part in split(each, fits):
+            console.print(terminal(part))
+    for table in (differing, *_over_seeds(compared, shown)):
         if table is not None:
             console.print(terminal(table))
     if any(len(case.runs) > 1 for case in compared.comparable):

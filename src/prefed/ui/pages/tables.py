@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefed.core.text import printable
@@ -82,6 +82,25 @@ def terminal(table: Table) -> RichTable:
     for at, (name, cells) in enumerate(table.summary):
         made.add_row(literal(name), *map(literal, cells), style="" if at else "bold")
     return made
+
+
+def split(table: Table, fits: Callable[[Table], bool]) -> list[Table]:
+    """Split the columns of a table so that each part fits; each part repeats the names of the rows."""
+
+    def columns(first: int, end: int) -> Table:
+        def cut(rows: Sequence[Row]) -> list[Row]:
+            return [(name, cells[first - 1 : end - 1]) for name, cells in rows]
+
+        heads, caption = [table.heads[0], *table.heads[first:end]], table.caption if first == 1 else ""
+        return replace(table, caption=caption, heads=heads, rows=cut(table.rows), summary=cut(table.summary))
+
+    parts, first = [], 1
+    while first < len(table.heads):
+        ends = range(len(table.heads), first + 1, -1)
+        end = next((end for end in ends if fits(columns(first, end))), first + 1)
+        parts.append(columns(first, end))
+        first = end
+    return parts
 
 
 def markdown(table: Table) -> str:
