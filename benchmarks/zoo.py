@@ -21,10 +21,10 @@ QUICK = (
 with two stacks of blocks."""
 
 LEFT_OUT = {
-    "dots3_note": "its configuration takes no fewer blocks; the language model alone is `dots3_note_text`",
-    "gemma3n": "its tower needs the package timm; the language model alone is `gemma3n_text`",
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model"),
-    **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes codes of sound, no text"),
+    "dots3_note": "its configuration needs more blocks; the language model itself is `dots3_note_text`",
+    "gemma3n": "its vision tower needs the package timm; the language model itself is `gemma3n_text`",
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "a draft model for another model"),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "it generates audio codes, not text"),
 }
 """Type → why there is no tiny model of it."""
 

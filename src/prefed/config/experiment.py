@@ -154,7 +154,7 @@ class Experiment(StrictModel):
         if self.report is not None and self.method.kind.reads == "choice":
             raise ValueError(f"[report]: {self.method.name} trains selectors, which write no text: remove it")
         if self.report is not None and self.method.name == "icl":
-            raise ValueError("[report]: icl judges pairs with the base model, and has no other: remove it")
+            raise ValueError("[report]: icl trains no model that could answer: remove it")
         count = getattr(self.method.settings, "selectors", 1)
         if self.align is not None and isinstance(self.align.labels, int) and self.align.labels >= count:
             raise ValueError(
@@ -351,9 +351,9 @@ def to_toml(experiment: Experiment) -> str:
 
 
 _NEVER = {
-    "icl": "its clients send nothing: there is nothing to protect",
+    "icl": "its clients send nothing to protect",
     "centralized": "it pools all pairs, so there is no client to protect",
-    "local": "its clients send neither tensors nor, with a kind, losses: there is nothing to protect",
+    "local": "its clients send neither tensors nor, with a kind, losses",
     "fedbiscuit": "it groups clients by the losses that they report without noise",
 }
 """Method → why it does not support differential privacy."""

@@ -117,7 +117,7 @@ class EvaluateConfig(StrictModel):
         None, ge=2, description="training pairs per client for diagnostics; default: all"
     )
     metrics: list[str] = Field(
-        [], description="metrics from outside prefed, besides the usual ones; see the page on adding a method"
+        [], description="additional metrics, from outside prefed; see the page on adding a method"
     )
     unseen: int | list[str] = Field(
         0, description="clients that never train, by number or by id; evaluated separately, as newcomers"
@@ -129,8 +129,8 @@ class EvaluateConfig(StrictModel):
     )
     unseen_pairs: list[int] = Field(
         [],
-        description="for methods that know a newcomer by a few pairs: numbers of pairs to infer its taste "
-        "from (fedvpl, fedvpa) or to fit its weights to (lore, pal) before its evaluation; one metric each",
+        description="for methods that adapt to a newcomer from a few pairs: numbers of pairs to infer its "
+        "taste from (fedvpl, fedvpa) or to fit its weights to (lore, pal); one metric each",
     )
 
     @field_validator("metrics")
@@ -252,7 +252,7 @@ class EngineConfig(StrictModel):
     stack: int = Field(
         1,
         ge=1,
-        description="clients that train at a time, with one pass over the model for a step of all of them",
+        description="number of clients that train together, sharing passes over the model",
     )
     state_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="dtype of clients' private tensors on disk"

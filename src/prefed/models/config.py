@@ -132,8 +132,8 @@ class ModelConfig(StrictModel):
     gpus: int = Field(
         1,
         ge=1,
-        description="CUDA devices of a process that its model is spread over, block by block; for a model "
-        "larger than one of them",
+        description="number of CUDA devices over which a process spreads its model, block by block; for a "
+        "model larger than one of them",
     )
     fast: bool = Field(True, description="use fast paths if the model family supports them")
     checkpointing: bool = Field(

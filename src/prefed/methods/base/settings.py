@@ -237,8 +237,8 @@ class LocalSettings(TrainingSettings):
             raise ValueError("set beta as a setting of the method, not in objective_settings")
         if self.unpaired and self.batch_size < 2:
             raise ValueError(
-                f"objective {self.objective!r} reads a KL divergence from the other thumbs of a batch; set "
-                "batch_size to 2 or more"
+                f"objective {self.objective!r} estimates a KL divergence from the other thumbs of a batch; "
+                "set batch_size to 2 or more"
             )
         return self
 

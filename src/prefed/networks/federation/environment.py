@@ -95,7 +95,7 @@ def _reached(host: str, port: int) -> str:
     try:
         socket.create_connection((host, port), TIMEOUT).close()
     except ConnectionRefusedError:
-        return f"{host} is reachable, and nothing listens on port {port} yet: the hub opens it for a run"
+        return f"{host} is reachable; port {port} is closed until the hub starts a run"
     except OSError as error:
         raise FederationError(
             f"{host}:{port} cannot be reached ({error.strerror or error}): check the name, the network and "

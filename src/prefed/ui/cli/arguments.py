@@ -11,7 +11,7 @@ import typer
 File = Annotated[Path, typer.Argument(help="The experiment file (TOML).", show_default=False)]
 CellName = Annotated[
     str | None,
-    typer.Option("--cell", metavar="NAME", help="The cell to run, if the file is a table of experiments."),
+    typer.Option("--cell", metavar="NAME", help="The cell to use, if the file is a table of experiments."),
 ]
 RoundName = Annotated[
     Literal["last", "best"],

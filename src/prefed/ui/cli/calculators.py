@@ -34,7 +34,7 @@ def theory(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Estimate the constants from this run, recorded with diagnostics; FILE and --set "
+            help="Estimate the constants from this run, which needs evaluate.diagnose; FILE and --set "
             "override them.",
             show_default=False,
         ),

@@ -30,7 +30,7 @@ def doctor(
     out: RunOut = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that this machine has what an experiment or a site needs; load and download nothing."""
+    """Check whether this machine has what an experiment or a site needs; downloads nothing."""
     findings = list(_findings(file, overrides or [], cell, hub, out))
     missing = [finding for finding in findings if finding.missing]
     if as_json:

@@ -92,7 +92,7 @@ def federate(
         int,
         typer.Option(
             min=1,
-            help="Maximum number of pairs that a site may declare for a client; merging weights by them.",
+            help="Maximum number of pairs, a client's weight, that a site may declare for it.",
         ),
     ] = 10_000_000,
     cell: CellName = None,
@@ -250,7 +250,7 @@ def peer(
     at: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", help="The address of peer 0, where all peers meet (default: from torchrun)."
+            metavar="HOST:PORT", help="The address of peer 0, to which all connect (default: from torchrun)."
         ),
     ] = None,
     rank: Annotated[int | None, typer.Option(help="The index of this peer, from 0.")] = None,

@@ -256,7 +256,7 @@ def generate(
     as_json: AsJson = False,
     which: RoundName = "last",
 ) -> None:
-    """Compare responses of the base model and of a finished run's model, side by side."""
+    """Show responses of the base model and of a finished run's model next to each other."""
     if not 0 < top_p <= 1:
         raise UsageError(f"--top-p {top_p}: must be above 0 and at most 1")
     from prefed.core import Key

@@ -123,7 +123,7 @@ def new(
     what: Annotated[str, typer.Argument(metavar="method", help="What to write: method.", show_default=False)],
     name: Annotated[str, typer.Argument(help="The method's name; also the folder.", show_default=False)],
 ) -> None:
-    """Write a package with a method of your own, which works and passes its tests."""
+    """Create a package for your own method, which works and passes its tests."""
     if what != "method":
         raise UsageError(f"prefed new {what}: use `prefed new method NAME`")
     _check_name(name)

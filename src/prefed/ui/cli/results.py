@@ -275,7 +275,7 @@ def judge(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a finished run's model with another by a judge: win rates, and all verdicts in a file."""
+    """Let a judge compare a finished run's model with another: win rates, and a file of verdicts."""
     from prefed.align.judge.names import split_name
     from prefed.config.align import KEY, OPENAI_KEY, URL, EndpointConfig, JudgeOptions
     from prefed.core.plugins import allow, is_code
