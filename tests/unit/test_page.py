@@ -248,7 +248,7 @@ def test_the_page_says_what_the_data_are_and_where_the_run_was_made(tmp_path):
         ("clients", "3"),
         ("training pairs", "6; per client (min / median / max): 1 / 1 / 4"),
         ("test pairs", "12; per client (min / median / max): 4 / 4 / 4"),
-        ("Gini coefficient of sizes", "0.33 (0: all clients have equally many)"),
+        ("Gini coefficient of sizes", "0.33 (0: equal sizes)"),
         ("mean distance of clients' tokens from all clients'", "0.50; 0.25 with random assignment"),
         ("pairs that clients label differently", "3"),
     ]

@@ -380,7 +380,7 @@ def test_figures_that_do_not_change_are_lines(tmp_path):
     assert round_curves.evaluated_metrics(run) == ["margin"]
     assert round_curves.moving(run, round_curves.own_metrics(run)) == (["gate/0", "gate/1"], {"merged": 2.0})
     numbers = round_curves.numbers(run, round_curves.own_metrics(run))
-    assert numbers.constant == ["merged: 2 in all 2 rounds that report it."]
+    assert numbers.constant == ["merged: 2 in all 2 reported rounds."]
     assert numbers.plot.alt == "gate/0 from 0.1 to 0.9; gate/1 from 0.5 to 0.5."
     assert round_curves.numbers(run, ["merged"]).plot is None
 

@@ -57,7 +57,7 @@ class ExampleEncoder:
         self._cut = PolicyEncoder(tokenizer, template, max_length=max_length, too_long="error")
 
     def draw(self, client: str, rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-        """Draw ``count`` of a client's training rows, all if there are fewer; more rows only add to fewer."""
+        """Draw ``count`` of a client's training rows, or all; a larger count only adds rows."""
         drawn: npt.NDArray[np.int64] = self._key.at("client", client).numpy().permutation(np.sort(rows))
         return drawn[:count]
 

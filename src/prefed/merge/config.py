@@ -27,7 +27,7 @@ class MergeRule:
             for each client, in the order of their ids. ``None`` for a rule of :mod:`prefed.merge.rules`.
         defaults: setting → default, for ``function``; they are set in ``[merge] rule_settings``.
         least: the fewest uploads that the rule can merge.
-        replaces_mean: the rule takes the place of the mean, instead of choosing its terms.
+        replaces_mean: the rule replaces the mean, instead of selecting its terms.
         weighted: the rule uses the weights.
     """
 

@@ -142,7 +142,7 @@ def first_rows(tensors: Tensors, layout: Layout) -> Tensors:
 def with_rows_above(value: Tensors, rank: int, current: Tensors) -> Tensors:
     """Return ``value``, padded from ``rank``, with those rows of A and columns of B of ``current`` instead.
 
-    If nobody has them, the zeros would end them: the gradient of each is a product with the other.
+    As zeros, they would never train again: the gradient of each is a product with the other.
 
     >>> from prefed.core import Entry
     >>> layout = Layout((Entry("lora/0/q/A", (2, 1), "lora", 0, "A"),))
@@ -221,7 +221,7 @@ def stacked(
 def restarted(layout: Layout, key: Key) -> dict[str, Tensor]:
     """Return a new LoRA by name: A ~ U(−1/√in, 1/√in), as in a new model, and B = 0.
 
-    Each A is float64, with a stream of its own in ``key``.
+    Each A is float64, drawn at its own name in ``key``.
     """
     factors = {}
     for module in modules(layout):

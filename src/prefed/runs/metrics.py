@@ -96,8 +96,9 @@ def _words(name: str, kind: str, thumbs: bool) -> tuple[str, str]:
             a selector that has a latent taste, else empty.
         thumbs: whether it was measured on thumbs instead of pairs.
     """
-    probable = "share of pairs whose chosen response the model assigns a higher probability"
-    probable = THUMB_MEANING.format("the mean of unrelated responses") if thumbs else probable
+    probable = "share of pairs in which {} assigns the chosen response the higher probability"
+    if thumbs:
+        probable = f"{THUMB_MEANING.format('the mean of unrelated responses')}, by {{}}"
     scored = "share of pairs whose chosen response scores higher than the rejected one, by {}"
     if kind == "choice" and (number := re.fullmatch(r"selector_(\d+)_accuracy", name)):
         return f"selector {number[1]}", scored.format(f"selector {number[1]}")
@@ -106,18 +107,18 @@ def _words(name: str, kind: str, thumbs: bool) -> tuple[str, str]:
         label, by = words[name]
         return label, scored.format(by)
     known = {
-        "baseline_accuracy": ("before", f"{probable}, by the base model"),
+        "baseline_accuracy": ("before", probable.format("the base model")),
         "shared_accuracy": (
             "shared model",
-            f"{probable}, by the shared model without the client's own parts",
+            probable.format("the shared model without the client's own parts"),
         ),
         "preference_accuracy": (
-            ("own model", f"{probable}, by the client's own model")
+            ("own model", probable.format("the client's own model"))
             if kind == "personal"
-            else ("preference accuracy", probable)
+            else ("preference accuracy", probable.format("the model"))
         ),
         "reward_accuracy": ("reward accuracy", reward_meaning(thumbs)),
-        "normalized_accuracy": ("normalised accuracy", f"{probable}, per token"),
+        "normalized_accuracy": ("normalised accuracy", f"{probable.format('the model')} per token"),
         "combined_accuracy": (
             "combined accuracy",
             "share of pairs whose chosen response has the higher sum of both margins, the model's own and "

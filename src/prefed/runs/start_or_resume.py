@@ -327,7 +327,7 @@ def digests_of(experiment: Experiment, job: Job) -> dict[str, str]:
 
 
 def changed_code(experiment: Experiment, fingerprint: Mapping[str, str]) -> str:
-    """Name the code of an experiment that has another digest in the fingerprint of a run; empty for none."""
+    """Name an experiment's code whose digest differs from the run's fingerprint; empty if there is none."""
     digests = code_digests(experiment)
     return ", ".join(name for name in digests if fingerprint.get(CODE + name, digests[name]) != digests[name])
 

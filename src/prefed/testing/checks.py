@@ -28,7 +28,7 @@ from prefed.testing.laws import (
 
 
 def check_method(name: str, settings: Mapping[str, Any] | None = None, *, sent: Collection[str] = ()) -> None:
-    """Check that a method holds all laws, in some seconds.
+    """Check in a few seconds that a method satisfies all laws.
 
     Each LoRA rule that the method does not refuse with a ``ValueError`` is tried.
 

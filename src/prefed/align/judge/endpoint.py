@@ -27,7 +27,7 @@ _REASON = 400
 _ANSWER = 100_000
 """Most characters of an answer to keep, since a server may ignore the token limit."""
 _BODY = 8 * 2**20
-"""Most bytes of an answer to read."""
+"""Maximum number of bytes of an answer."""
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
@@ -113,7 +113,7 @@ class Endpoint:
         )
 
     def _read(self, response: Any) -> None:
-        """Read an answer within bounds of time and memory; the library has none for a whole answer."""
+        """Read an answer with limits on its size and total time, which the library does not have."""
         end, content = time.monotonic() + self._timeout, bytearray()
         if response.headers.get("content-encoding", "identity") != "identity":
             raise ValueError("the answer is compressed, although none was asked for")

@@ -39,7 +39,7 @@ def hub_needs(folder: Path) -> Iterator[Finding]:
 
 
 def site_needs(config: SiteConfig) -> Iterator[Finding]:
-    """Check a site's kit, the dates of its certificate, its data and model, and the way to the hub."""
+    """Check a site's kit, the dates of its certificate, its data and model, and the connection to the hub."""
     package = checked("nvflare", _nvflare)
     yield package
     if package.missing:

@@ -1,4 +1,4 @@
-"""``prefed new``: a package with a method of one's own."""
+"""``prefed new``: a package for the user's own method."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def data_facts(run: RunRecord) -> Facts:
             facts.append((f"{what} pairs", f"{sum(counts):,}; per client (min / median / max): {each}"))
     train = [own.get("train", 0) for own in sizes.values()]
     if sum(train):
-        facts.append(("Gini coefficient of sizes", f"{gini(train):.2f} (0: all clients have equally many)"))
+        facts.append(("Gini coefficient of sizes", f"{gini(train):.2f} (0: equal sizes)"))
     data: Mapping[str, Any] = run.summary.get("data", {})
     if "rows" in data:
         facts.append(("rows", left_out_text(data) or f"{data['rows']:,}, all used"))

@@ -331,7 +331,7 @@ def _panels(run: RunRecord, names: Sequence[str]) -> list[Panel]:
 
 def _constant(run: RunRecord, name: str, value: float) -> str:
     rounds, _ = run.curve(name)
-    when = f"in round {rounds[0]}" if len(rounds) == 1 else f"in all {len(rounds):,} rounds that report it"
+    when = f"in round {rounds[0]}" if len(rounds) == 1 else f"in all {len(rounds):,} reported rounds"
     return f"{name.replace('_', ' ')}: {value:.4g} {when}."
 
 
