@@ -70,6 +70,7 @@ def test_a_resolved_experiment_reads_back_as_itself(method):
         ("modell.name=x", "modell: no such key; did you mean 'model'?"),
         ("model.lora.rnk=4", "model.lora.rnk: no such key; did you mean 'rank'?"),
         ("method.learning_rate=1", "method.learning_rate: no such key; did you mean 'lr'?"),
+        ("method.nam=x", "method.nam: no such key; did you mean 'name'?"),
         ("method.epochs=2", "method.epochs: no such key; did you mean 'local_epochs'?"),
         ("method.batch=2", "method.batch: no such key; did you mean 'batch_size'?"),
         ("model.lora.r=2", "model.lora.r: no such key; did you mean 'rank'?"),

@@ -104,8 +104,10 @@ def _line(detail: ErrorDetails, keys: tuple[str, ...], root: type[BaseModel], tr
     name = ".".join(keys)
     if detail["type"] == "extra_forbidden":
         known = [field for record in records(root, keys[:-1], tree) for field in record.model_fields]
+        meant = _synonym(keys[-1], known, root)
+        known += ["name"] if keys[:-1] == ("method",) else []
+        meant = meant or did_you_mean(keys[-1], known)
         listed = f"; known keys: {', '.join(sorted(set(known)))}" if known else ""
-        meant = _synonym(keys[-1], known, root) or did_you_mean(keys[-1], known)
         return f"{name}: no such key{meant or listed}"
     if detail["type"] == "missing":
         return f"{name}: missing; it has no default"

@@ -72,7 +72,8 @@ def environment(out: Path, newest: Iterable[Path] = ()) -> Iterator[Finding]:
     here = {name: _is_here(name) for name in metadata("prefed").get_all("Provides-Extra") or ()}
     named = [name for name in here if name not in DEVELOPMENT]
     absent = ", ".join(name for name in named if not here[name])
-    yield Finding("extras", ", ".join(name for name in named if here[name]) + (absent and f"; not {absent}"))
+    present = ", ".join(name for name in named if here[name])
+    yield Finding("extras", present + (absent and f"; not installed: {absent}"))
     yield Finding("devices", _devices())
     yield checked("disk", lambda: f"{size(shutil.disk_usage(existing_parent(out)).free)} free for {out}")
     yield _clock((Path(prefed.__file__), *newest))
