@@ -104,3 +104,9 @@ def test_what_has_weights_of_its_own_refuses(name, merge, message):
     kind = METHODS[name]
     with pytest.raises(ValueError, match=message):
         kind.build(kind.Settings(), PLANE, Aggregator(MergeConfig(weights="afl", **merge), PLANE, 1), 9)
+
+
+def test_a_client_that_the_stored_weights_lack_is_named():
+    now = Round(2, 9, Key(0), {"a": 1, "b": 1, "zoe": 1})
+    with pytest.raises(ValueError, match=r"'afl': the server has no weight for 'zoe'; .*start a new run"):
+        afl({"a": 0.5, "b": 0.5}, [Upload("a", 1), Upload("zoe", 1)], now, 0.1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.accelerate import _get_device_map
+from transformers.utils import logging
 
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key
@@ -341,3 +342,25 @@ def test_a_process_whose_workers_do_the_work_leaves_the_gpu_to_them(tables, devi
     base = {"rounds": 1, "data": data, "method": "feddpo"}
     experiment = fitted(Experiment.from_tables({**base, **tables, "model": model}, "file"))
     assert of_parent(experiment).model == experiment.model.model_copy(update={"device": device})
+
+
+def test_loading_writes_nothing_to_the_terminal(tmp_path, capfd, monkeypatch):
+    """Also from Python, where no command has silenced transformers; unless the user sets its verbosity."""
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    folder = tmp_path / "model"
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    logging.enable_progress_bar()
+    logging.set_verbosity_warning()
+    capfd.readouterr()
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert "Loading weights" in capfd.readouterr().err
+    load(folder)
+    assert capfd.readouterr() == ("", "")
+    logging.enable_progress_bar()
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")
+    load(folder)
+    assert "Loading weights" in capfd.readouterr().err
+    logging.disable_progress_bar()

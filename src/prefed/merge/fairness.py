@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from prefed.core import Plain, Round, Upload
+from prefed.core.text import listed
 
 LOSS = "loss"
 MIXTURE = "mixture"
@@ -58,6 +59,11 @@ def afl(
     pairs = sum(now.weights.values())
     start = {client: size / pairs for client, size in now.weights.items()}
     known = start if mixture is None else cast("dict[str, float]", mixture)
+    if missing := [upload.client for upload in uploads if upload.client not in known]:
+        raise ValueError(
+            f"[merge] weights = 'afl': the server has no weight for {listed(missing)}; the clients of "
+            "the run changed, so start a new run"
+        )
     losses = _losses(uploads)
     raised = {client: weight + lr * losses.get(client, 0.0) for client, weight in known.items()}
     # Π ignores a common term. Less the largest, sums do not cancel if a client claims an enormous loss.

@@ -13,6 +13,7 @@ import torch
 
 from prefed.core import huggingface
 from prefed.models.config import Dtype, ModelConfig, present_devices
+from prefed.models.quiet_libraries import silence_transformers
 
 _REASON = 400
 """Maximum length of a library's message to repeat."""
@@ -98,6 +99,8 @@ def _has_bfloat16() -> bool:
 def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
     """Return ``kind.from_pretrained(name, **options)``, from a folder, the hub or the hub's cache.
 
+    Transformers is silent from then on; see :func:`~prefed.models.quiet_libraries.silence_transformers`.
+
     Args:
         kind: one of transformers' ``Auto`` classes.
         key: the setting that contains the name, for messages.
@@ -107,6 +110,7 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
     Raises:
         ModelError: it cannot be loaded.
     """
+    silence_transformers()
     folder, needed = Path(name), "give one with config.json, weights and tokenizer"
     absent = _absent(folder) if folder.is_dir() else []
     empty = folder.is_dir() and not any(folder.iterdir())

@@ -360,9 +360,6 @@ def build_worker_job(arguments: str, folder: Path | None = None) -> Job:
         folder: copies of the files from :func:`job_factory`, and cache of reference log-probabilities;
             ``None`` on the machine of the run.
     """
-    from prefed.models.quiet_libraries import silence_transformers
-
-    silence_transformers()
     order = json.loads(arguments)
     tables = parse_toml(order["experiment"], "the run's experiment")
     if folder is None:

@@ -14,7 +14,6 @@ from prefed.core import Owner, Tensors, files
 from prefed.core.text import printable
 from prefed.models import Backbone, ModelConfig, save_adapter, save_client, save_merged
 from prefed.models.adapters import ABOUT, EXPORTED
-from prefed.models.quiet_libraries import silence_transformers
 from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import load_run
@@ -110,7 +109,6 @@ def write_model(
         RunError: there is no finished run, or it has no such client, selector or model.
         ModelError: the format of the folder does not support the model.
     """
-    silence_transformers()
     loaded_run = load_run(run, data=needs_pairs(taste), best=best)
     backbone, name = loaded_run.backbone, None
     if EXAMPLES in backbone.needs:

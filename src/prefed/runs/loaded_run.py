@@ -23,7 +23,6 @@ from prefed.data.partition import partition_value
 from prefed.data.sources import ReadCounts, read_records
 from prefed.engines import Job
 from prefed.models import Backbone
-from prefed.models.quiet_libraries import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers, selector_settings
 from prefed.runs.finished_run import RunError, RunRecord, read_run
 from prefed.runs.reference import reference_folder
@@ -205,7 +204,6 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
             f"{path}: the pairs of this run are stored at its sites ({names}); to evaluate a shared model on "
             f"other pairs: prefed evaluate {path} --test FILE"
         )
-    silence_transformers()
     try:
         reader = RunReader(path, best=best)
     except StoreError as error:

@@ -175,9 +175,6 @@ def site_factory(
 
 def build_site_job(arguments: str) -> Job:
     """Build a site's job in the training process; see :func:`site_factory`."""
-    from prefed.models.quiet_libraries import silence_transformers
-
-    silence_transformers()
     order = json.loads(arguments)
     tables = parse_toml(order["experiment"], WHERE)
     allow_code(tables, allow=plugins.allow)  # the site has checked it against [limits] code

@@ -20,7 +20,6 @@ from prefed.core.text import listed
 from prefed.core.wire import decode_download, decode_state
 from prefed.data import FederatedDataset
 from prefed.data.dataset import CLIENTS, read_manifest
-from prefed.models.quiet_libraries import silence_transformers
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.experiment import started_experiment
 from prefed.networks.federation.limits import RefusalError
@@ -177,7 +176,6 @@ def export_client(
         ConfigError, DataError, ModelError: the site's file, data or model cannot be used, or the output
             format does not support the model.
     """
-    silence_transformers()
     state = Path(config.state)
     place = _run_folder(state, run)
     order = _intact(place / "order.json")

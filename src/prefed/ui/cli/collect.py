@@ -100,11 +100,9 @@ def collect(
                 session = Session(recorded_pairs(pairs, limit), choices, journal, key, unpaired)
             else:
                 from prefed.models import ModelConfig, load_backbone
-                from prefed.models.quiet_libraries import silence_transformers
                 from prefed.train.generation import Sampling
                 from prefed.ui.collect.response_generator import Drawing, ModelResponder
 
-                silence_transformers()
                 asked = [] if prompts is None else file_prompts(prompts, prompt_column, limit)
                 how = Sampling(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
                 backbone = load_backbone(ModelConfig(name=model, dtype=dtype), key.at("model"))

@@ -108,7 +108,6 @@ def federate(
 
         experiment = load_federated(file, cell, overrides or [])
         from prefed.core.text import pluralize
-        from prefed.models.quiet_libraries import silence_transformers
         from prefed.networks.federation.federate import Terms
         from prefed.networks.federation.federate import federate as federate_experiment
         from prefed.networks.federation.flare.kits import Kits
@@ -118,7 +117,6 @@ def federate(
         from prefed.ui.pages.page import public_page
         from prefed.ui.pages.terminal import print_result, result_line
 
-        silence_transformers()
         console, kits = progress_console(), Kits.open(hub)
         path = out or default_out(experiment, run_name(file, cell))
         paths.append(path)
@@ -220,10 +218,8 @@ def site(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
-        from prefed.models.quiet_libraries import silence_transformers
         from prefed.networks.federation.flare.site import take_part
 
-        silence_transformers()
         take_part(config, tell)
     except KeyboardInterrupt:
         report("stopped", "stopped; private states were kept", "error", code=INTERRUPTED)
@@ -288,12 +284,10 @@ def peer(
         experiment = load_cell(file, cell, overrides or [])
         from dataclasses import replace
 
-        from prefed.models.quiet_libraries import silence_transformers
         from prefed.networks.peers.rendezvous import Place
         from prefed.networks.peers.run import peer_folder, run_peer
         from prefed.runs.run import default_out
 
-        silence_transformers()
         place = replace(Place.of(os.environ, at, rank, peers), patience=patience, join=join, backend=backend)
         folder, label = out or default_out(experiment, run_name(file, cell)), f"peer {place.rank}"
         callbacks = terminal(progress_console(), label)

@@ -260,13 +260,11 @@ def generate(
     if not 0 < top_p <= 1:
         raise UsageError(f"--top-p {top_p}: must be above 0 and at most 1")
     from prefed.core import Key
-    from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.loaded_run import load_run
     from prefed.runs.responses import Models
     from prefed.runs.tastes import needs_pairs
     from prefed.train.generation import Sampling, complete
 
-    silence_transformers()
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     models = Models(
         load_run(run, data=needs_pairs(taste), best=which == "best"), sampling, seed=seed, raw=raw

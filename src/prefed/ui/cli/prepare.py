@@ -103,13 +103,11 @@ def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json
     # Report errors in the file before the slow import of PyTorch.
     experiment = load_cell(file, cell, overrides or [])
     from prefed.data.statistics import dataset_statistics
-    from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.build import build_data
     from prefed.runs.data_notices import data_notices
     from prefed.trackers.terminal import Terminal, stdout_console
     from prefed.ui.pages.terminal import print_dataset_statistics
 
-    silence_transformers()
     with TemporaryDirectory(prefix="prefed-data-") as folder:
         dataset = build_data(experiment, Path(folder) / "data")
         statistics, (notes, warnings) = dataset_statistics(dataset), data_notices(dataset)

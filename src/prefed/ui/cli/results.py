@@ -59,7 +59,6 @@ def evaluate(
         raise UsageError("--everyone requires --test FILE")
     import torch
 
-    from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.evaluate import evaluate as evaluate_run
     from prefed.runs.evaluate import evaluate_file
     from prefed.runs.finished_run import read_run
@@ -69,7 +68,6 @@ def evaluate(
     from prefed.trackers.terminal import stdout_console
     from prefed.ui.pages.terminal import print_evaluation
 
-    silence_transformers()
     # The hub of a federation does not have the run's pairs.
     own_pairs = test is None or (taste is not None and not read_run(run).sites)
     loaded_run = load_run(run, data=own_pairs, best=which == "best")
@@ -290,14 +288,12 @@ def judge(
         if is_code(split_name(judge)[0]):
             allow(judge)
     from prefed.align.judge.questions import criterion_template, get_template
-    from prefed.models.quiet_libraries import silence_transformers
     from prefed.runs.judge import Comparison
     from prefed.runs.judge import judge as judge_run
     from prefed.trackers.terminal import stdout_console
     from prefed.train.generation import Sampling
     from prefed.ui.pages.outcomes import print_judged
 
-    silence_transformers()
     with usage():
         if criterion is not None:
             template = criterion_template(criterion, template, judge)

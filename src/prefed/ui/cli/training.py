@@ -81,11 +81,9 @@ def run(
         # Report errors in the file before the slow import of PyTorch.
         experiment = load_cell(file, cell, overrides)
         from prefed.core.text import pluralize
-        from prefed.models.quiet_libraries import silence_transformers
         from prefed.runs.run import default_out
         from prefed.store.directory import holds_run, refuse_foreign
 
-        silence_transformers()
         console = progress_console(as_json)
         path = out or default_out(experiment, run_name(file, cell))
         if path.is_file():
@@ -396,9 +394,7 @@ def align(
                 "after it with --stage NAME (--stage prompts repeats all)"
             )
         config = read_settings(record, overrides, anew=anew)
-        from prefed.models.quiet_libraries import silence_transformers
 
-        silence_transformers()
         console = progress_console()
         console.print(f"{config.prompts.path} → {folder}", markup=False, soft_wrap=True)
         training = align_run(run, config, stage=stage, callbacks=terminal(console))["train"]
