@@ -31,6 +31,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SIDES = ("prefed", "prefed, checkpointing", "trl", "trl, liger")
+RUNS = ("feddpo", "fedper", "4-bit", "two workers on one device", "one model on two GPUs")
 BATCH, LEARNING_RATE = 4, 1e-3
 NEVER = -1
 """An end-of-text token that no model writes."""
@@ -42,7 +43,7 @@ def stages(device: str) -> dict[str, int]:
     """Name of each stage → the most seconds that it may take."""
     shapes = ("qwen2-0.5b", "qwen2-1.5b") if device == "cuda" else ("llama-4k",)
     steps = {f"step, {shape}, {side}": 60 for shape in shapes for side in SIDES}
-    runs = {f"run, {how}": 75 for how in ("feddpo", "fedper", "4-bit", "two workers on one device")}
+    runs = {f"run, {how}": 75 for how in RUNS}
     return {"tests": 120, "products": 40, **steps, "generation": 60, **runs}
 
 
@@ -56,11 +57,14 @@ def model_of(shape: str, device: str) -> Any:
 
 
 def peak_mib(device: str) -> float:
+    """The peak of this process, on the CUDA device that has the highest."""
     import torch
 
     from prefed.engines.backend import peak_memory_mb
 
-    return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else peak_memory_mb()
+    if device != "cuda":
+        return peak_memory_mb()
+    return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))) / 2**20
 
 
 def tests(device: str, folder: Path) -> Iterator[Row]:
@@ -165,13 +169,20 @@ def generation(device: str, folder: Path) -> Iterator[Row]:
 
 def whole(device: str, folder: Path, how: str) -> Iterator[Row]:
     """A run of two rounds of four clients on the model and data in ``folder``."""
+    import torch
+
     from prefed import Experiment, run
 
+    if "two GPUs" in how and (count := torch.cuda.device_count()) < 2:
+        yield "skipped", f"needs two CUDA devices, and {count} are here"
+        return
     method = how if how.startswith("fed") else "feddpo"
-    model = {"name": str(folder / "model"), "lora": {"dropout": 0.0}}
+    model: dict[str, Any] = {"name": str(folder / "model"), "lora": {"dropout": 0.0}}
     engine: dict[str, Any] = {"threads": 1}
     if how == "4-bit":
         model["quantize"] = "nf4"
+    if "two GPUs" in how:
+        model["gpus"] = 2
     if "workers" in how:
         engine |= {"workers": 2} | ({"devices": ["cuda:0"]} if device == "cuda" else {})
     split = {"by": "column", "column": "client"}
