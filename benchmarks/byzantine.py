@@ -56,7 +56,7 @@ from prefed.core import Callback, Tensors, Upload, files
 from prefed.core.wire import decode_download, decode_upload, encode
 from prefed.engines import ClientStates, InProcess, Job, ServerRounds, Task, TaskResult
 from prefed.merge.config import MERGE_RULES
-from prefed.models.quiet_libraries import silence_transformers
+from prefed.models.pretrained import silence_transformers
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.runs.evaluate import evaluate_file
 from prefed.runs.loaded_run import load_run

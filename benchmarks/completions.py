@@ -25,7 +25,7 @@ from common import DEVICE, base_model, parse_with_model, timed
 
 from prefed.core import Key
 from prefed.models import LoraSettings, ModelConfig, make_backbone
-from prefed.models.quiet_libraries import silence_transformers
+from prefed.models.pretrained import silence_transformers
 from prefed.train.generation import Sampling, complete_batch
 
 NEVER = -1

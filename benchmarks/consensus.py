@@ -35,7 +35,7 @@ from prefed.core.wire import encode
 from prefed.engines import InProcess, Job, NeighbourRounds
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import ConsensusFactors, consensus_factors
-from prefed.models.quiet_libraries import silence_transformers
+from prefed.models.pretrained import silence_transformers
 from prefed.runs.build import build_job
 from prefed.store import RunWriter
 

@@ -36,7 +36,7 @@ from prefed.core.wire import decode_upload, encode
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Task
 from prefed.engines.evaluation import evaluate_client
-from prefed.models.quiet_libraries import silence_transformers
+from prefed.models.pretrained import silence_transformers
 from prefed.models.tiny import make_tiny
 from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.federate import experiment_for_sites

@@ -36,7 +36,7 @@ from prefed.config import Experiment
 from prefed.core import Key, Objective, Tensors
 from prefed.core.wire import decode_upload, encode
 from prefed.engines import ClientStates, Job, Task, run_task
-from prefed.models.quiet_libraries import silence_transformers
+from prefed.models.pretrained import silence_transformers
 from prefed.runs.build import build_job
 from prefed.store import ClientStateFiles
 

@@ -30,7 +30,7 @@ from prefed import Experiment
 from prefed.core import State
 from prefed.core.wire import decode_upload, encode
 from prefed.engines import Job, Task, run_task
-from prefed.models.quiet_libraries import silence_transformers
+from prefed.models.pretrained import silence_transformers
 from prefed.runs.build import build_job
 
 

@@ -30,8 +30,7 @@ from prefed.data import DataConfig, DataError, Record
 from prefed.data.errors import ErrorCollector
 from prefed.data.sources import ReadCounts, read_records
 from prefed.models import ModelError, load_pretrained
-from prefed.models.pretrained import find_device
-from prefed.models.quiet_libraries import silence_transformers
+from prefed.models.pretrained import find_device, silence_transformers
 from prefed.train.rewards import RewardModel
 
 CHUNKS = 10

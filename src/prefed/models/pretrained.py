@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -13,7 +15,6 @@ import torch
 
 from prefed.core import huggingface
 from prefed.models.config import Dtype, ModelConfig, present_devices
-from prefed.models.quiet_libraries import silence_transformers
 
 _REASON = 400
 """Maximum length of a library's message to repeat."""
@@ -96,10 +97,21 @@ def _has_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def silence_transformers() -> None:
+    """Disable progress bars and notices of transformers, unless ``TRANSFORMERS_VERBOSITY`` is set."""
+    if "TRANSFORMERS_VERBOSITY" in os.environ:
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\b")
+
+
 def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
     """Return ``kind.from_pretrained(name, **options)``, from a folder, the hub or the hub's cache.
 
-    Transformers is silent from then on; see :func:`~prefed.models.quiet_libraries.silence_transformers`.
+    Transformers is silent from then on; see :func:`silence_transformers`.
 
     Args:
         kind: one of transformers' ``Auto`` classes.

@@ -77,7 +77,7 @@ def check_run(name: str, settings: Mapping[str, Any] | None = None) -> None:
         settings: settings that differ from their defaults.
     """
     from prefed.config import Experiment
-    from prefed.models.quiet_libraries import silence_transformers
+    from prefed.models.pretrained import silence_transformers
     from prefed.runs.evaluate import evaluate
     from prefed.runs.export import write_model
     from prefed.runs.loaded_run import load_run

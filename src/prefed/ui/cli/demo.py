@@ -113,7 +113,7 @@ def demo(
         kind = method_kind(method)
     from prefed.core import Key, files
     from prefed.data import synthetic
-    from prefed.models.quiet_libraries import silence_transformers
+    from prefed.models.pretrained import silence_transformers
     from prefed.runs.finished_run import read_run
     from prefed.runs.run import run
     from prefed.ui.cli.models import print_responses
