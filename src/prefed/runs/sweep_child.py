@@ -50,7 +50,7 @@ class CommandError(RuntimeError):
 
     Attributes:
         log: the file with its error output.
-        reason: the last line of the log.
+        reason: what the command said.
     """
 
     def __init__(self, message: str, log: Path, reason: str) -> None:
@@ -211,6 +211,12 @@ async def _command(run: SweepRun, *words: str) -> bytes:
                 child.terminate()
                 await child.wait()
     if child.returncode:
-        last = log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
-        raise CommandError(f"{run.out} failed with status {child.returncode}: {last} (log: {log})", log, last)
+        text = log.read_text("utf-8", "replace").strip()
+        last = text.rpartition("\n")[2]
+        # The first line of an error has the reason; after a colon, the second has an example.
+        reason, *more = text.rpartition("error: ")[2].split("\n")
+        reason = " ".join([reason, *(line.strip() for line in more[:1] if reason.endswith(":"))])
+        raise CommandError(
+            f"{run.out} failed with status {child.returncode}: {last} (log: {log})", log, reason
+        )
     return output
