@@ -457,7 +457,9 @@ def test_opposed_clients_of_one_persona_as_chats(prepared, place, tmp_path):
         for role in ("train", "validation", "test")
     ]
     table = load_table(EXPERIMENTS / "smollm2/conflict.toml")
-    assert set(table.cells(EXPERIMENTS / "smollm2/conflict.toml")) == {"feddpo", "local", "fedper"}
+    methods = "feddpo local fedper fedrep fedsdg ditto perfedavg fedamp fedamp-distance fedpdpo"
+    rows_of = {*methods.split(), "no-reward-head", "no-bottleneck"}
+    assert set(table.cells(EXPERIMENTS / "smollm2/conflict.toml")) == rows_of
     common = [f"model.name={place['model']}", "engine.threads=1", "rounds=1", "model.dtype=float32"]
     result = run(Experiment.load(EXPERIMENTS / "smollm2/opposed.toml", [*common, *files]), tmp_path / "run")
     assert set(result.summary["clients"]) == {"risk-averse", "not-risk-averse"}
