@@ -305,8 +305,11 @@ def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
     told = "import sys; print('round 1/2', file=sys.stderr, flush=True); sys.exit('error: no model')"
     monkeypatch.setattr(sweep_child, "START", told)
     run = toy_cells(tmp_path)[0].planned()[0]
-    with pytest.raises(RuntimeError, match=r"failed with status 1: error: no model \(log: "):
+    with pytest.raises(
+        sweep_child.CommandError, match=r"failed with status 1: error: no model \(log: "
+    ) as failed:
         asyncio.run(run_in_process(run))
+    assert failed.value.reason == "no model"
     assert run.beside("log").read_text() == "round 1/2\nerror: no model\n"
     assert not run.finished
 
