@@ -71,6 +71,14 @@ def test_kept_bytes_are_those_of_a_real_step(fast, checkpointing, monkeypatch):
     assert plan.step(rows).kept == pytest.approx(kept, rel=0.03)
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_dropout_keeps_nothing_for_the_backward_pass(checkpointing):
+    """Its draw is repeated."""
+    rows = np.arange(3)
+    without, with_dropout = (planned(True, p, checkpointing).step(rows) for p in (0.0, 0.2))
+    assert with_dropout.kept == without.kept
+
+
 def test_a_configuration_serves_again():
     """The packed path changes a model's configuration, and must not change the given one: GPT-2's last block
     would then stay as it is, and its rows be missing."""

@@ -7,7 +7,8 @@ import torch
 from torch.autograd import gradcheck
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from prefed.models.fused_lora import fuse
+from prefed.models import fused_lora
+from prefed.models.fused_lora import fuse, lora_linear
 
 
 def norms(dtype: torch.dtype, weights: torch.dtype) -> tuple[LlamaRMSNorm, LlamaRMSNorm]:
@@ -58,3 +59,33 @@ def test_a_fused_norm_has_the_gradient_of_its_formula() -> None:
 def _with(norm: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
     norm.weight = torch.nn.Parameter(weight) if not isinstance(weight, torch.nn.Parameter) else weight
     return norm
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_dropout_keeps_its_input_and_repeats_its_draw(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle is PyTorch's dropout and autograd, from the same random state and in float64. Saved are no
+    numbers as large as the input except the input itself, so modules that share it keep it once, and on a
+    CPU the mask."""
+    monkeypatch.setattr(fused_lora, "redraws", lambda x: again)
+    torch.manual_seed(0)
+    x = torch.randn(2, 20, 24, dtype=torch.float64, requires_grad=True)
+    weight, up = (torch.randn(*size, dtype=torch.float64) for size in ((16, 24), (2, 20, 16)))
+    a, b = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((3, 24), (16, 3)))
+    state, saved = torch.get_rng_state(), list[torch.Tensor]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = lora_linear(x, weight, None, a, b, 0.5, dropout=0.3)
+    torch.manual_seed(1)
+    got = torch.autograd.grad(y, (x, a), up)
+    torch.set_rng_state(state)
+    plain = x @ weight.t() + 0.5 * (torch.nn.functional.dropout(x, 0.3) @ a.t()) @ b.t()
+    want = torch.autograd.grad(plain, (x, a), up)
+    torch.testing.assert_close(y, plain)
+    torch.testing.assert_close(got, want)
+    large = [each for each in saved if each.numel() >= x.numel()]
+    assert large[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert len(large) == (1 if again else 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,50 +12,93 @@ from torch import nn
 from prefed.models.matmul import matmul
 
 
+class Dropout:
+    """A draw of dropout, which the backward pass can repeat.
+
+    Args:
+        p: probability that a number becomes 0.
+        counts: number of rows that each of ``generators`` draws for, one after the other.
+        generators: sources of the draw.
+
+    Attributes:
+        scale: factor of the numbers that remain, 1 / (1 - p).
+    """
+
+    def __init__(self, p: float, counts: Sequence[int], generators: Sequence[torch.Generator]) -> None:
+        self._p, self._counts, self._generators = p, counts, generators
+        self._states = [each.clone_state() for each in generators]
+        self.scale = 1 / (1 - p)
+
+    def mask(self, x: torch.Tensor, *, again: bool = False) -> torch.Tensor:
+        """Draw zeros and ones like ``[rows, in]``, or draw them ``again``."""
+        sources = [each.clone_state() for each in self._states] if again else self._generators
+        parts = [
+            x.new_empty(count, x.shape[1]).bernoulli_(1 - self._p, generator=source)
+            for count, source in zip(self._counts, sources, strict=True)
+        ]
+        return torch.cat(parts) if parts[1:] else parts[0]
+
+
+def redraws(x: torch.Tensor) -> bool:
+    """Return whether the backward pass repeats a draw instead of keeping it: a CPU draws slowly."""
+    return x.device.type != "cpu"
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Return PyTorch's generator of a device."""
+    if device.type == "cuda" and torch.cuda.default_generators:
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
 class _LoraLinear(torch.autograd.Function):
     """y = x Wᵀ + b + s (z Aᵀ) Bᵀ with a frozen W, in one pass over y; z is x, or x after dropout.
 
-    Products with a factor have the rank as rows, a fast shape for BLAS.
+    Products with a factor have the rank as rows, a fast shape for BLAS. z is not kept: layers that read the
+    same x, such as projections to queries, keys and values, keep it once.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        z: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         a: torch.Tensor,
         b: torch.Tensor,
         scale: float,
+        dropout: Dropout | None,
     ) -> torch.Tensor:
         y = matmul(x, weight.t(), bias)
         a, bt = a.to(x.dtype), b.t().to(x.dtype).contiguous()
-        source = x if z is None else z
-        u = (a @ source.t()).t()
-        y.addmm_(u, bt, alpha=scale)
-        ctx.save_for_backward(source, weight, a, bt, u)
-        ctx.scale, ctx.dropped = scale, z is not None
+        mask = None if dropout is None else dropout.mask(x)
+        z = x if mask is None else mask * x
+        u = (a @ z.t()).t()
+        ctx.scale, ctx.dropout = scale * (1 if dropout is None else dropout.scale), dropout
+        y.addmm_(u, bt, alpha=ctx.scale)
+        ctx.save_for_backward(x, weight, a, bt, u, None if redraws(x) else mask)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy,) = grads
-        source, weight, a, bt, u = ctx.saved_tensors
-        need_x, need_z, _, _, need_a, need_b, _ = ctx.needs_input_grad
-        du = (dy @ bt.t()).mul_(ctx.scale) if need_a or need_x or need_z else None
-        dx = dz = da = db = None
-        if need_x:
+        x, weight, a, bt, u, mask = ctx.saved_tensors
+        need_x, _, _, need_a, need_b, *_ = ctx.needs_input_grad
+        if ctx.dropout and mask is None:
+            mask = ctx.dropout.mask(x, again=True)
+        du = (dy @ bt.t()).mul_(ctx.scale) if need_a or need_x else None
+        dx = da = db = None
+        if need_x and du is not None:
             dx = matmul(dy, weight)
-            if not ctx.dropped and du is not None:
+            if mask is None:
                 dx.addmm_(du, a)
-        if need_z and du is not None:
-            dz = du @ a
+            else:
+                dx.addcmul_(du @ a, mask)
         if need_a and du is not None:
-            da = (du.t() @ source).float()
+            da = (du.t() @ (x if mask is None else mask * x)).float()
         if need_b:
             db = (u.t() @ dy).mul_(ctx.scale).t().float()
-        return dx, dz, None, None, da, db, None
+        return dx, None, None, da, db, None, None
 
 
 def lora_linear(
@@ -64,7 +108,7 @@ def lora_linear(
     a: torch.Tensor,
     b: torch.Tensor,
     scale: float,
-    dropped: torch.Tensor | None = None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """Apply a frozen linear layer with a low-rank adapter (LoRA, Hu et al. 2022, section 4.1).
 
@@ -75,19 +119,25 @@ def lora_linear(
         a: factor A, ``[rank, in]``.
         b: factor B, ``[out, rank]``.
         scale: alpha / rank.
-        dropped: ``x`` after dropout, the adapter's input; ``None`` uses ``x``.
+        dropout: probability that a number of the adapter's input becomes 0.
 
     Returns:
-        ``[..., out]``: x Wᵀ + b + scale · (dropped Aᵀ) Bᵀ.
+        ``[..., out]``: x Wᵀ + b + scale · (dropout(x) Aᵀ) Bᵀ.
 
     >>> x, w, a, b = torch.ones(1, 2), torch.eye(2), torch.ones(1, 2), torch.ones(2, 1)
     >>> lora_linear(x, w, None, a, b, scale=0.5)
     tensor([[2., 2.]])
     """
     flat = x.reshape(-1, x.shape[-1])
-    z = None if dropped is None else dropped.reshape(-1, x.shape[-1])
-    y: torch.Tensor = _LoraLinear.apply(flat, z, weight, bias, a, b, scale)  # type: ignore[no-untyped-call]
+    drawn = Dropout(dropout, [len(flat)], [_generator(x.device)]) if dropout else None
+    y: torch.Tensor = _LoraLinear.apply(flat, weight, bias, a, b, scale, drawn)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def dropout_of(layer: Any) -> float:
+    """Return the probability of a PEFT LoRA layer's dropout; 0 while it is off."""
+    dropout = layer.lora_dropout["default"]
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
 
 def lora_factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,10 +161,8 @@ def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tor
         return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
     base = layer.base_layer
     weight = base.weight if isinstance(base, nn.Linear) else base.weight.t()
-    dropout = layer.lora_dropout["default"]
-    active = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
     a, b = lora_factors(layer)
-    return lora_linear(x, weight, base.bias, a, b, layer.scaling["default"], dropout(x) if active else None)
+    return lora_linear(x, weight, base.bias, a, b, layer.scaling["default"], dropout_of(layer))
 
 
 def fuse_lora(layer: Any) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from prefed.models.backbone import Backbone
+from prefed.models.fused_lora import Dropout, dropout_of, redraws
 from prefed.models.matmul import matmul
 from prefed.models.trainable_parts import lora_layers
 
@@ -108,7 +109,6 @@ class _StackedLoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        z: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         a: torch.Tensor,
@@ -116,34 +116,39 @@ class _StackedLoraLinear(torch.autograd.Function):
         into: tuple[torch.Tensor, torch.Tensor],
         scale: float,
         rows: ClientRows,
+        dropout: Dropout | None,
     ) -> torch.Tensor:
         y = matmul(x, weight.t(), bias)
-        ctx.into, ctx.scale, ctx.rows, ctx.dropped = into, scale, rows, z is not None
+        ctx.into, ctx.rows, ctx.dropout = into, rows, dropout
+        ctx.scale = scale * (1 if dropout is None else dropout.scale)
         a, bt = a.to(x.dtype), b.transpose(1, 2).to(x.dtype).contiguous()
-        source = x if z is None else z
-        u = _own_products(rows, source, a.transpose(1, 2))
-        _own_products(rows, u, bt, into=y, scale=scale)
-        ctx.save_for_backward(source, weight, a, bt, u)
+        mask = None if dropout is None else dropout.mask(x)
+        z = x if mask is None else mask * x
+        u = _own_products(rows, z, a.transpose(1, 2))
+        _own_products(rows, u, bt, into=y, scale=ctx.scale)
+        ctx.save_for_backward(x, weight, a, bt, u, None if redraws(x) else mask)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy,), rows = grads, ctx.rows
-        source, weight, a, bt, u = ctx.saved_tensors
-        need_x, need_z, _, _, need_a, need_b, *_ = ctx.needs_input_grad
+        x, weight, a, bt, u, mask = ctx.saved_tensors
+        need_x, _, _, need_a, need_b, *_ = ctx.needs_input_grad
+        if ctx.dropout and mask is None:
+            mask = ctx.dropout.mask(x, again=True)
         du = _own_products(rows, dy, bt.transpose(1, 2)).mul_(ctx.scale)
-        dx = dz = None
+        dx = None
         if need_x:
             dx = matmul(dy, weight)
-            if not ctx.dropped:
+            if mask is None:
                 _own_products(rows, du, a, into=dx)
-        if need_z:
-            dz = _own_products(rows, du, a)
+            else:
+                dx.addcmul_(_own_products(rows, du, a), mask)
         if need_a:
-            ctx.into[0].add_(_own_sums(rows, du, source))
+            ctx.into[0].add_(_own_sums(rows, du, x if mask is None else mask * x))
         if need_b:
             ctx.into[1].add_(_own_sums(rows, u, dy).transpose(1, 2), alpha=ctx.scale)
-        return dx, dz, *(None for _ in ctx.needs_input_grad[2:])
+        return dx, *(None for _ in ctx.needs_input_grad[1:])
 
 
 def why_not_stacked(backbone: Backbone) -> str:
@@ -206,17 +211,12 @@ class Stack:
         self._rows = {sum(each): ClientRows.of(each, self._backbone.device) for each in counts}
 
     def _forward(self, layer: Any, stem: str, x: torch.Tensor) -> torch.Tensor:
-        base, dropout = layer.base_layer, layer.lora_dropout["default"]
+        base, p = layer.base_layer, dropout_of(layer)
         weight = base.weight if isinstance(base, nn.Linear) else base.weight.t()
         a, b = (self._parameters[f"lora/{stem}/{factor}"] for factor in "AB")
         flat = x.reshape(-1, x.shape[-1])
-        rows, z = self._rows[len(flat)], None
-        if isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0:
-            kept = [
-                flat.new_empty(count, flat.shape[1]).bernoulli_(1 - dropout.p, generator=generator)
-                for count, generator in zip(rows.counts, self._generators, strict=True)
-            ]
-            z = flat * torch.cat(kept).div_(1 - dropout.p)
-        fixed = (a.grad, b.grad), layer.scaling["default"], rows
-        y: torch.Tensor = _StackedLoraLinear.apply(flat, z, weight, base.bias, a, b, *fixed)  # type: ignore[no-untyped-call]
+        rows = self._rows[len(flat)]
+        dropout = Dropout(p, rows.counts, self._generators) if p else None
+        fixed = (a.grad, b.grad), layer.scaling["default"], rows, dropout
+        y: torch.Tensor = _StackedLoraLinear.apply(flat, weight, base.bias, a, b, *fixed)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1])
