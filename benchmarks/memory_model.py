@@ -108,7 +108,7 @@ def llama() -> Any:
 
 
 def kept() -> None:
-    """Print what two pairs keep for the backward pass, by their length."""
+    """Print what two pairs keep for the backward pass, by their length, with the default LoRA."""
     print("| tokens of a pair | kept, GiB | and total | with checkpointing | and total |")
     print("|---|---|---|---|---|")
     for count in (1500, 2048, 4096, 8192):
@@ -116,7 +116,7 @@ def kept() -> None:
         pairs = [(count - 2 * third, third, third)] * 2
         cells = [f"{count:,}"]
         for recompute in (False, True):
-            model = planned(llama(), pairs, dtype="bfloat16", checkpointing=recompute)
+            model = planned(llama(), pairs, dtype="bfloat16", checkpointing=recompute, lora={})
             step = model.step(np.arange(2))
             cells += [f"{step.kept / 2**30:.2f}", f"{step.total / 2**30:.1f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
