@@ -136,6 +136,7 @@ def test_a_site_needs_its_kit_and_its_model(place, monkeypatch):
     monkeypatch.setattr(federation, "check_installed", lambda: None)
     code, found = seen("site.toml")
     assert code == 1
+    assert found["localhost"][0] is False
     assert {what for what, (missing, _) in found.items() if missing} == {"kit", "data and model"}
     assert "is not a valid site kit" in found["kit"][1]
     assert "no such folder" in found["data and model"][1]
@@ -159,6 +160,28 @@ def test_a_hub_needs_its_port(place):
     assert federation._free(port) == f"{port} is free"
     closed = f"localhost is reachable; port {port} is closed until the hub starts a run"
     assert federation._reached("localhost", port) == closed
+
+
+@pytest.mark.parametrize("answer", [None, "192.0.2.1"])
+def test_processes_of_one_machine_need_localhost(place, monkeypatch, answer):
+    """A machine without /etc/hosts has no such name; a name server may answer with another machine's address.
+    Both stop FLARE, which only says that it cannot open a session."""
+    (place / "site.toml").write_text(
+        'federation = "wards"\nname = "north"\n[data]\ntrain = "pairs.jsonl"\n[model]\nname = "model"\n'
+    )
+    monkeypatch.setattr(federation, "check_installed", lambda: None)
+
+    def resolve(host, port):
+        if answer is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answer, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    for words in (["site.toml"], ["--hub", "wards/hub"]):
+        missing, text = seen(*words)[1]["localhost"]
+        assert missing
+        assert (answer or "no address") in text
+        assert "127.0.0.1 localhost" in text
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from prefed.core.text import listed
 from prefed.networks.federation.config import SiteConfig, check_places
 from prefed.networks.federation.flare import check_installed
 from prefed.networks.federation.flare.kits import Kits, address
+from prefed.networks.federation.flare.process import is_loopback
 from prefed.networks.federation.flare.site import check_kit
 from prefed.networks.federation.transport import FederationError
 from prefed.runs.environment import Finding, checked
@@ -24,6 +27,7 @@ def hub_needs(folder: Path) -> Iterator[Finding]:
     yield package
     if package.missing:
         return
+    yield checked("localhost", _localhost)
     kits: list[Kits] = []
 
     def opened() -> str:
@@ -44,6 +48,7 @@ def site_needs(config: SiteConfig) -> Iterator[Finding]:
     yield package
     if package.missing:
         return
+    yield checked("localhost", _localhost)
     kit = Path(config.kit)
     found = checked("kit", lambda: f"{kit}, hub at {check_kit(kit, config)}")
     yield found
@@ -62,6 +67,19 @@ def site_needs(config: SiteConfig) -> Iterator[Finding]:
 def _nvflare() -> str:
     check_installed()
     return "installed"
+
+
+def _localhost() -> str:
+    """FLARE's processes of one machine reach each other at this name."""
+    found = "no address"
+    with suppress(OSError):
+        found = listed(sorted({str(each[4][0]) for each in socket.getaddrinfo("localhost", None)}))
+    if not is_loopback("localhost"):
+        raise FederationError(
+            f"the name localhost has {found}, so NVIDIA FLARE's processes cannot reach each other: add "
+            "the line `127.0.0.1 localhost` to /etc/hosts"
+        )
+    return found
 
 
 def _dates(path: Path) -> str:

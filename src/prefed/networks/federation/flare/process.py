@@ -183,13 +183,14 @@ def _taken(host: str, port: int) -> bool:
         # Ignore closed connections in TIME_WAIT: only a listening process matters.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1" if _is_loopback(host) else "", port))
+            probe.bind(("127.0.0.1" if is_loopback(host) else "", port))
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether this machine resolves a name, and to loopback addresses only."""
     try:
         return all(ip_address(each[4][0]).is_loopback for each in socket.getaddrinfo(host, None))
     except (OSError, ValueError):
