@@ -292,5 +292,8 @@ class Registry(Mapping[str, T], Generic[T]):
     def hint(self, name: str) -> str:
         """What to write instead of an unknown name, for messages."""
         if is_code(name) or name in entry_points(self.kind):
-            return ": it is code from outside prefed that may not be loaded here"
+            allow = (
+                "" if _only.get() is None else f"; to allow it, add {name!r} to [limits] code in site.toml"
+            )
+            return f": it is code from outside prefed that may not be loaded here{allow}"
         return f"{did_you_mean(name, self)} ({self.kind.replace('_', ' ')}: {', '.join(self)}; {OWN})"

@@ -41,7 +41,11 @@ class MethodKind:
 
     @property
     def _module(self) -> ModuleType:
-        return import_module(self.module or f"prefed.methods.{self.name}")
+        module = import_module(self.module or f"prefed.methods.{self.name}")
+        if absent := [name for name in ("SOURCE", "Settings", "needs", "build") if not hasattr(module, name)]:
+            place = getattr(module, "__file__", None) or module.__name__
+            raise PluginError(f"method {self.name!r} needs {', '.join(absent)} in its module, {place}")
+        return module
 
     @property
     def place(self) -> str:
