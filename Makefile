@@ -7,6 +7,7 @@
 #   make lint      ruff and mypy alone          make docs    the documentation, into site/
 #   make format    let ruff rewrite the code    make bench   the programs behind docs/results.md
 #   make dist      wheel and sdist into dist/   make lock    lock.txt, after a change of constraints.txt
+#   make matrix    tests of other libraries on Python 3.11 to 3.14, with their oldest and newest versions
 #   make wheelhouse WHEELHOUSE=FOLDER EXTRA=site    what an installation without a network needs
 #   make clean     remove what was built
 #
@@ -27,7 +28,7 @@ BIN  := $(VENV)/bin
 PIP   = $(BIN)/python -m pip --disable-pip-version-check
 WITH  = $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help install demo test lint format docs bench dist lock wheelhouse clean
+.PHONY: help install demo test lint format docs bench dist lock matrix wheelhouse clean
 .DEFAULT_GOAL := help
 
 help:
@@ -81,6 +82,9 @@ dist: $(VENV)/.released
 
 lock: $(VENV)/.released
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/lock.sh
+
+matrix: $(VENV)/.released
+	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH="$(TORCH)" scripts/matrix.sh
 
 wheelhouse: $(VENV)/.released $(VENV)/.documented
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON="$(or $(PYTHON),$(CURDIR)/$(BIN)/python)" TORCH="$(TORCH)" scripts/wheelhouse.sh $(WHEELHOUSE) $(EXTRA)
