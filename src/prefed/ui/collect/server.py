@@ -205,6 +205,8 @@ def serve(
     page_of = Page(session, add=add, link=link, finish=finish)
     config = uvicorn.Config(
         page_of.app,
+        # Requests are parsed alike with and without the optional httptools.
+        http="h11",
         lifespan="off",
         # uvicorn's own configuration of logging would close every handler of the process.
         log_config=None,
