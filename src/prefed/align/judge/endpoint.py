@@ -274,7 +274,9 @@ class Endpoint:
         }.get(error.status_code, "try again later")
         if 300 <= error.status_code < 400:
             hint = f"it redirects to {error.response.headers.get('location')}: correct {self._url_setting}"
-        why = self.safe(f"{self._url} returned status {error.status_code}: {error}")
+        # The text of the error itself quotes the whole body in some versions of openai.
+        said = error.body.get("message", error) if isinstance(error.body, dict) else error
+        why = self.safe(f"{self._url} returned status {error.status_code}: {said}")
         return f"{why}; {self.safe(hint)}; then run the command again to continue"
 
     def safe(self, text: str) -> str:
