@@ -74,7 +74,6 @@ def explain(
 
     Args:
         root: the settings class that ``tree`` was validated against.
-        tree: nested tables.
         where: the file of ``tree``, for messages.
         origins: path of a key → the option that set it, for keys not set by the file.
     """

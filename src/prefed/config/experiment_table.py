@@ -216,7 +216,6 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
     """Load an experiment from an experiment file or from a cell of a table.
 
     Args:
-        path: the file.
         cell: name of a cell; ``None`` for an experiment file.
         overrides: ``KEY=VALUE`` each.
 

@@ -138,7 +138,6 @@ def example_file(
     """A short experiment file for ``method``.
 
     Args:
-        method: the method's name.
         pairs: name of a file with :func:`example_pairs`.
         model: a folder or a hub name.
         rates: learning rates of ``[method]`` in place of the default of ``lr``.

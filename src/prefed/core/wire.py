@@ -87,11 +87,6 @@ def upload_limits(
 ) -> tuple[int, int]:
     """Return the maximum size of an upload in bytes: of its header, and of the whole message.
 
-    Args:
-        groups: layouts of its groups.
-        dtype: dtype of its tensors.
-        scalars: names of its numbers.
-
     >>> groups = {"model": Layout((Entry("lora/0/A", (1, 2), "lora", 0, "A"),))}
     >>> data = encode(Upload("ward-7", 3, {"model": Tensors.zeros(groups["model"])}, {"loss": 0.5}, 1))
     >>> header, whole = upload_limits("ward-7", groups, torch.float32, ["loss"])

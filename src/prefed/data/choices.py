@@ -126,8 +126,6 @@ class ChoiceEncoder:
     alphabetically first response. This last token is a target and not an input.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        config: the ``[selector]`` table.
         max_length: maximum number of input tokens: the question and the longer continuation without its
             letter.
 

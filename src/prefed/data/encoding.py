@@ -40,7 +40,6 @@ def instruction(text: str, context: str | None = None) -> str:
     r"""Render an instruction with the generation templates of FedBiscuit (ICLR 2025), figure 4.
 
     Args:
-        text: the instruction.
         context: its input, if any.
 
     >>> instruction("Name a colour.").splitlines()[-3:]
@@ -278,8 +277,6 @@ class PolicyEncoder:
     its beginning but keeps its beginning-of-text token.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        template: renders conversations.
         max_length: maximum number of tokens of the prompt with the longer response.
         too_long: how to treat a pair with a response that leaves no room for a token of the prompt.
         shortens: truncate the end of such a response, including its end-of-text token, instead.

@@ -113,7 +113,6 @@ class ErrorCollector:
         """Add an error about a row.
 
         Args:
-            location: the row.
             message: what is wrong with the row.
             remedy: sentence to add once to the end of the message.
 

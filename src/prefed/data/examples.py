@@ -45,8 +45,6 @@ class ExampleEncoder:
     """Encode pairs whose prompts begin with as many examples as fit.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        template: renders conversations.
         max_length: maximum number of tokens of a prompt with the longer response.
         key: random key of the draws of examples.
     """

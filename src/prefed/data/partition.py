@@ -41,7 +41,6 @@ def client_weights(clients: int, sizes: float | Sequence[float] | None) -> Float
     """Return the relative sizes of the clients, ``float64 [clients]``.
 
     Args:
-        clients: number of clients.
         sizes: ``None`` for equal sizes, the exponent a of a power law (k+1)^−a, or one weight per client.
 
     Raises:
@@ -169,7 +168,6 @@ def fill_empty_clients(client: Ints, prompt: NDArray[np.uint64], clients: int) -
     Args:
         client: ``int64 [n]``, the client of each row; all rows of a prompt have the same client.
         prompt: ``uint64 [n]``, equal for equal prompts.
-        clients: number of clients.
 
     Raises:
         DataError: there are fewer prompts than clients.
@@ -557,9 +555,6 @@ def split_clients(
     """Split the rows of each client into training, validation and test sets.
 
     Args:
-        config: the ``[data]`` table.
-        assignment: the client of each row.
-        table: the columns of the rows.
         pair: ``uint64 [n]``, equal for equal pairs.
         key: randomness of the splits, and of the rows kept within ``config.limit``.
 

@@ -21,8 +21,6 @@ class ResponseEncoder:
     token.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        template: renders conversations.
         max_length: maximum number of tokens of the prompt with the longer response.
 
     Raises:

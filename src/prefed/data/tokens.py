@@ -212,7 +212,6 @@ class TokenWriter:
 
     Args:
         folder: an existing, empty folder.
-        encoder: encodes the records.
         errors: receives rows that cannot be rendered.
         codes: number of integers that :meth:`add` takes with each record.
 
@@ -392,8 +391,6 @@ def write_records(folder: Path, encoder: Encoder, records: Iterable[Record], wha
 
     Args:
         folder: is created if necessary.
-        encoder: encodes the records.
-        records: the pairs.
         what: description of the records, for error messages.
 
     Raises:

@@ -345,7 +345,6 @@ def draw_cohort(key: Key, clients: int, size: int, sampling: Literal["fixed", "p
     """Draw the indices of a cohort, in ascending order.
 
     Args:
-        key: key of the round.
         clients: number of clients to draw from.
         size: size of the cohort; with ``"poisson"`` its expectation.
 

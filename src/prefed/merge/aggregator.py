@@ -101,7 +101,6 @@ class Aggregator:
         Args:
             state: from :meth:`init` or the last merge.
             uploads: uploads in any order.
-            now: the round.
             group: the group of tensors to merge, in uploads and state.
             weigh: computes the weights of the mean from the updates, instead of the configured weights, e.g.
                 :func:`prefed.merge.alignment_weights`.

@@ -123,7 +123,6 @@ def regroup(
         reports: reported losses, which are clipped by :func:`cut`.
         before: client → current cluster.
         clients: all clients, with or without a report.
-        count: number of clusters.
         rule: ``"greedy"`` or ``"exact"``.
 
     Returns:
@@ -211,7 +210,6 @@ def kmeans(points: Array, count: int, key: Key, *, balanced: bool) -> tuple[Labe
 
     Args:
         points: ``[n, d]``, n at least ``count``.
-        count: number of clusters.
         key: randomness of the starts.
         balanced: assign points by :func:`balanced_assignment`; otherwise to the nearest center.
 

@@ -47,8 +47,6 @@ def afl(
 
     Args:
         mixture: the last λ, client → weight; ``None`` before the first round, for λ_k = n_k / n.
-        uploads: uploads of the round.
-        now: the round.
         lr: η.
 
     >>> from prefed.core import Key

@@ -50,11 +50,8 @@ def merge_groups(
 
     Args:
         aggregator: merges the uploads of one group.
-        state: state of the server.
         uploads: at least one upload, with tensors in the group :data:`SENT`.
         groups: client → group, as recorded by the server.
-        now: the round.
-        names: tensors to merge.
 
     Returns:
         The next state of the server; and group → reason, for groups with too few uploads.

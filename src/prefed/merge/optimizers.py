@@ -44,7 +44,6 @@ def step(
     merged model if step = Δ (FedAvgM without momentum at rate 1).
 
     Args:
-        settings: the optimiser.
         current: φ.
         merged: φ + Δ.
         memory: from :func:`slots` or the last step, in the layout of ``current``.

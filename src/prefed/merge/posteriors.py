@@ -71,10 +71,8 @@ def privatize(posterior: Posterior, clip: float, noise: float, key: Key) -> Post
     The sensitivity is 2 · ``clip``.
 
     Args:
-        posterior: the posterior of a client.
         clip: bound on the Euclidean norm; 0 for none.
         noise: standard deviation of the Gaussian noise, relative to ``clip``; 0 for none.
-        key: randomness of the noise.
 
     Raises:
         ValueError: ``noise`` without ``clip``.

@@ -36,9 +36,7 @@ def select(
     """Return the tensors for the mean: selected by ``krum``, clipped by ``norm_clip``, or all.
 
     Args:
-        config: the ``[merge]`` table.
         current: the tensors that the clients started from.
-        values: tensors of the clients.
         max_norm: bound of ``norm_clip``; ``None`` for the median norm of the updates.
 
     Returns:
@@ -93,8 +91,6 @@ def check_upload_count(rule: str, uploads: int, *, liars: int = 0, trim: float =
     """Check that ``rule`` can merge this number of uploads.
 
     Args:
-        rule: name of the rule.
-        uploads: number of uploads.
         liars: bad uploads that ``median``, ``krum`` and ``multi_krum`` must tolerate.
         trim: share dropped by ``trimmed_mean`` at each end.
 

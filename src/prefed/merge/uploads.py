@@ -43,8 +43,6 @@ def check_upload(upload: Upload, groups: Mapping[str, Layout], dtype: torch.dtyp
     """Check the weight, scalars and tensors of an upload.
 
     Args:
-        upload: the upload.
-        groups: layouts of the expected groups.
         dtype: dtype of their tensors, by default float32.
 
     Raises:
@@ -131,12 +129,9 @@ def check_length(
     """Check the update of one client; see :func:`check_update_sizes`.
 
     Args:
-        client: the client, for the error.
-        length: length of the update.
         lengths: lengths of all updates of the round.
         own: norm of the server's tensors that the update starts from.
         most: maximum multiple of the median.
-        group: the group, for the error.
 
     Raises:
         BadUpload: the update does not pass.
@@ -219,7 +214,6 @@ def from_newest(upload: Upload, start: State, newest: State) -> Upload:
     """Replace each group θ_i of ``upload`` by θ + (θ_i − θ^start).
 
     Args:
-        upload: a late upload.
         start: server state that the client started from.
         newest: current server state, with the groups of ``start``.
 

@@ -203,7 +203,6 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     """Load a causal language model and its tokenizer, and make a backbone.
 
     Args:
-        key: random key for initial values.
         needs: parts that the method and the merge rule need; see
             :data:`prefed.models.trainable_parts.PART_BUILDERS`.
 
@@ -234,7 +233,6 @@ def make_backbone(
         model: Hugging Face causal language model, modified in place.
         tokenizer: its tokenizer; ``None`` if no text is read.
         config: settings of LoRA, device and fused modules.
-        key: random key for initial values.
         needs: see :func:`load_backbone`.
 
     Raises:

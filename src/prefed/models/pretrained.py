@@ -308,7 +308,6 @@ def check_language_model(model: Any, name: str) -> None:
 
     Args:
         model: the model on its device, in evaluation mode.
-        name: its name, for messages.
 
     Raises:
         ModelError: it is not causal, or cannot process the probe.

@@ -78,7 +78,6 @@ def evaluate(
 
     Args:
         run: loaded with its data.
-        clients: defaults to all.
 
     Raises:
         RunError: there is no such client.
@@ -133,7 +132,6 @@ def evaluate_file(
 
     Args:
         file: a file, a folder of files or a hub name.
-        clients: defaults to all.
         everyone: evaluate each client on all rows.
 
     Raises:

@@ -250,8 +250,6 @@ def conclude(
     """Write the shared adapters and ``summary.json`` after the last round.
 
     Args:
-        profiles: from :func:`~prefed.runs.summary.read_profiles`.
-        tastes: the content of ``tastes.json``.
         more: entries that are added to the summary, or replace entries.
     """
     if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):

@@ -341,7 +341,6 @@ def absent_code(
 
     Args:
         config: the nested tables of the run.
-        fingerprint: that of the run.
         used: the code in the summary of the run, see :func:`~prefed.runs.summary.describe_origin`.
     """
     present = code_of(config)

@@ -174,7 +174,6 @@ def grid_cells(
     """Return the combinations of a grid over an experiment file as cells of a table.
 
     Args:
-        path: the experiment file.
         folder: runs are in ``FOLDER/COMBINATION-seedSEED``.
         judge: the metric for the selection, as a mean over clients and seeds.
 

@@ -86,8 +86,6 @@ def tracked_alignment(config: Mapping[str, Any], folder: Path, callback: Callbac
     If a tracker cannot be used, there is a warning, and the alignment continues.
 
     Args:
-        config: the tables of the run.
-        folder: the folder of the alignment.
         callback: as for :func:`tracked`.
     """
     if "track" not in config:
@@ -113,7 +111,6 @@ def tell_judged(config: TrackConfig, path: Path, rounds: int, summary: Mapping[s
 
     Args:
         rounds: number of rounds of the run.
-        summary: of the comparison.
     """
     warn = logging.getLogger("prefed").warning
     tracking = _tracking(_usable_here(config, warn), config, path, warn)

@@ -73,7 +73,6 @@ def check_run(name: str, settings: Mapping[str, Any] | None = None) -> None:
     rounds and two clients, and a randomly initialised model of two blocks.
 
     Args:
-        name: as in ``[method] name``.
         settings: settings that differ from their defaults.
     """
     from prefed.config import Experiment

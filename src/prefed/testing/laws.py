@@ -159,7 +159,6 @@ def check_order(problem: Problem, order: Callable[[list[Upload]], Sequence[Uploa
     """The order in which uploads arrive changes no bit of any state in two rounds.
 
     Args:
-        problem: the method.
         order: permutes the uploads of each exchange before they are merged.
     """
     once, again = problem.run(2), problem.run(2, order=order)
@@ -280,7 +279,6 @@ def check_private_bytes(
     digits. Each upload also passes validation.
 
     Args:
-        problem: the method.
         private: tensors that must stay; by default those that the method declares as personal.
         sent: groups of private states with tensors that the client has sent before; they get no marks.
     """

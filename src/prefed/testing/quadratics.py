@@ -73,9 +73,7 @@ def crowd(size: int, dimension: int, seed: int = 0, pairs: int = 5) -> dict[str,
     """``size`` clients that disagree: ``client-0``, …, each with a few targets around its own centre.
 
     Args:
-        size: number of clients.
         dimension: number of elements of the model.
-        seed: seed of centres and targets.
         pairs: a client has at least 2 and fewer than twice as many targets.
     """
     clients = {}
@@ -318,12 +316,7 @@ def simulate(
     If it is ``pooled`` and there are several clients, one client ``"pooled"`` has all targets.
 
     Args:
-        method: the method.
-        clients: client → its data.
-        initial: initial tensors of the model.
-        rounds: number of rounds.
         cohort: clients per round; by default all.
-        seed: seed of cohorts and batches.
         run: continue this run, which changes.
         privacy: clients with too few pairs send no numbers.
         order: the order in which the server merges the uploads of an exchange.

@@ -109,7 +109,6 @@ class Tracking(Callback):
         """Log the results of the run to tools that do not have them.
 
         Args:
-            summary: contents of ``summary.json``.
             page: builds the page; ``None``: no page.
         """
 
@@ -223,11 +222,7 @@ class AlignmentTracking(Tracking):
             self.on_round_end(cast(RoundRecord, {"round": epoch, **generation, **figures}))
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """Log the results of the alignment to tools that do not have them.
-
-        Args:
-            summary: contents of ``align/summary.json``.
-        """
+        """Log the results of the alignment to tools that do not have them."""
         epochs = len(summary["train"]["epochs"])
         self.finish_once(epochs, lambda: Told(epochs, alignment_figures(summary), (), (), None))
 

@@ -112,7 +112,6 @@ def model_fingerprint(name: str, key: str = _KEY, kind: str = _KIND) -> str:
 
     Args:
         key: the setting that contains the name, for messages.
-        kind: kind of model, for messages.
 
     Raises:
         ModelError: there is no model with that name.

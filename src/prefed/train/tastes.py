@@ -62,7 +62,6 @@ class ResponseFeatures:
 
     Args:
         model: pairs and model; :meth:`fill` loads the reference tensors into it.
-        encoder: tokenises the responses.
         folder: where to store h; ``None`` keeps it in memory.
         name: identifies model and data in ``folder``.
     """
@@ -352,7 +351,6 @@ class LatentTrainer:
 
         Args:
             rows: all training pairs of a client.
-            key: random key for the contexts.
             pairs: use at most this many pairs; ``None``: all.
         """
         capped = LATENT.resolve(objective.settings)["capped"]

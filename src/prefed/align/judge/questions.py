@@ -317,9 +317,7 @@ def numbered_prompts(
     """Read the prompts of a file with :func:`prefed.data.prompts.read_prompts`.
 
     Args:
-        path: a file or a folder.
         column: the column of prompts; defaults to ``prompt``, or the prompt of preference pairs.
-        encoding: of text files.
         usual: the format of preference pairs.
 
     Raises:
@@ -341,9 +339,7 @@ def references(
     """Read the reference answer to each prompt; row k must have prompt k and its answer.
 
     Args:
-        column: the column of answers.
         prompt_column: the column of prompts; defaults to ``prompt``.
-        encoding: of text files.
 
     Raises:
         DataError: a row has another prompt or no answer, or the number of rows differs.

@@ -135,8 +135,6 @@ def _check_prompt(row: files.Row, location: RowLocation, first_rows: dict[str, t
     """Refuse texts without a prompt in a file with prompts: they would be read as whole dialogues.
 
     Args:
-        row: the row.
-        location: its location.
         first_rows: file → number of its first row, and whether that has a prompt; is updated.
 
     Raises:

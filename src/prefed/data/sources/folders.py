@@ -112,7 +112,6 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
     A saved dataset is represented by its folder.
 
     Args:
-        path: a file or a folder.
         split: split of saved datasets to use; ``None`` selects all splits.
 
     Raises:

@@ -387,7 +387,6 @@ def whole_texts(prompt: Prompt, responses: tuple[str, str], tail: int | None) ->
 
     Args:
         prompt: text or messages.
-        responses: the two responses.
         tail: number of characters to keep at the end of each text; ``None`` keeps all.
 
     >>> whole_texts("\n\nHuman: Hi\n\nAssistant:", (" Hello", " Hey"), 10)

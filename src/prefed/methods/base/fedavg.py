@@ -226,7 +226,6 @@ class FedAvgBase:
         """Return the phase according to the settings, with the learning rates of this round.
 
         Args:
-            trainer: the client trainer.
             download: the download, with the state of the learning-rate schedule.
             name: name of the phase and its randomness.
             train: tensors to train, by default all that train in this round.
@@ -290,7 +289,6 @@ class FedAvgBase:
         """Return the model of a newcomer: the published model after ``steps`` steps on all trainable tensors.
 
         Args:
-            trainer: trainer of the newcomer.
             published: the shared tensors. Personal tensors have their initial values.
             steps: optimiser steps, at least 1, with the learning rates of the first round.
             pull: strength of the pull towards the published tensors.
@@ -364,8 +362,6 @@ def to_neighbours(method: Method, settings: TrainingSettings, merge: MergeConfig
     that only broadcasts and averages models (for FedDPO: Distributed DPO, arXiv:2605.20696, algorithm 2).
 
     Args:
-        method: the method.
-        settings: its settings.
         merge: the ``[merge]`` table of the method.
 
     Raises:

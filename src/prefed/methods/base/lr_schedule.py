@@ -34,7 +34,6 @@ def rate(
 
     Args:
         first: learning rate of the first round.
-        settings: the settings of the method.
         now: the round t.
         rounds: T.
         scalars: scalars of the download, from :func:`announce`.
@@ -51,8 +50,6 @@ def advance(server: State, uploads: Sequence[Upload], *, robust: bool = False) -
     The loss is the mean over uploads with a ``loss``, weighted by n_i.
 
     Args:
-        server: server state after the merge.
-        uploads: the merged uploads.
         robust: use the median of the losses, which a minority of clients cannot control.
     """
     factor, last = server.values.get("rate"), server.values.get("last_loss")

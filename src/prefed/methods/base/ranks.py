@@ -32,9 +32,7 @@ def with_ranks(method: Method, ranks: Mapping[str, int], layout: Layout) -> Meth
     """Return ``method`` with lower ranks for some clients.
 
     Args:
-        method: a method with a server.
         ranks: client → rank, at most that of the model.
-        layout: layout of the model.
     """
 
     def narrow(entry: Entry, client: str) -> Entry:

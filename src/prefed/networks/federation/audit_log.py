@@ -100,11 +100,7 @@ def line_of(entry: dict[str, Any]) -> str:
 
 
 def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
-    """Lines that describe the site's limits, its runs and the last entries of its log.
-
-    Args:
-        last: number of entries.
-    """
+    """Lines that describe the site's limits, its runs and the last entries of its log."""
     limits, tell = config.limits, config.tell
     yield f"site {config.name} of {config.federation}, state in {config.state}"
     methods, exchanges = (", ".join(names or ["all"]) for names in (limits.methods, limits.exchanges))

@@ -157,13 +157,7 @@ def reported_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes)
 def site_factory(
     experiment: Experiment, folder: Path, names: Mapping[str, str], members: Sequence[str]
 ) -> JobFactory:
-    """The factory with which the training process builds a site's job.
-
-    Args:
-        folder: cache of the site's tokens.
-        names: from :func:`reported_names`.
-        members: all clients of the federation.
-    """
+    """The factory with which the training process builds a site's job."""
     order = {
         "experiment": to_toml(experiment),
         "folder": str(folder.resolve()),

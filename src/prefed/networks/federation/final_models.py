@@ -125,7 +125,6 @@ def take_in(
     """Check and store the download of the last round for clients of this site; return the round.
 
     Args:
-        folder: the run's folder.
         order: the site's record of the run.
         rounds: number of rounds of the run.
         secret: key of the site's receipts.

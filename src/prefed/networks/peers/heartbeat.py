@@ -79,8 +79,6 @@ class Watch:
     After a verdict the process is ended, unless the main thread learns of it from :meth:`check` and stops.
 
     Args:
-        store: the store of all peers.
-        rank: the rank of this peer.
         names: names of all peers by rank, for messages.
         host: rank of the peer whose process runs the store; ``None`` if the store outlives all peers.
         patience: seconds without a heartbeat after which a peer counts as failed.

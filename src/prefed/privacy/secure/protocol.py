@@ -75,7 +75,6 @@ class SecureClient:
     """One client in one sum. After an error it takes no further step.
 
     Args:
-        client: its id.
         identity: the key with which it signs.
         roster: client → its identity's public key, of all that may take part. It comes from a party that is
             not the server: whoever writes it can stand in for every other client.

@@ -79,7 +79,6 @@ def interruptible(
 
     Args:
         words: the command, without the options for ``out`` and ``again``.
-        out: the run directory, if given.
         resume: whether the user resumes a run.
         kept: what an interrupted run keeps, for the message.
         again: options that make the command resume.

@@ -30,7 +30,6 @@ def render(session: Session, state: str, *, typed: bool, problem: str | None = N
     Args:
         state: a value of :func:`state_of`, or ``finished``.
         typed: whether the annotator may type prompts.
-        problem: error message to show.
     """
     progress = session.progress()
     shown = session.current() if state == "pair" else None

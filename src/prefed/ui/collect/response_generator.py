@@ -43,11 +43,8 @@ class ModelResponder:
     """Generates responses with a language model.
 
     Args:
-        backbone: the model.
-        how: sampling settings.
         key: random key; the responses to a prompt depend only on it and on the prompt.
         like: a prompt whose format typed prompts take, if any.
-        raw: use typed prompts unchanged.
     """
 
     def __init__(

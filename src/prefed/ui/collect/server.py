@@ -44,7 +44,6 @@ class Page:
     come from the same origin.
 
     Args:
-        session: the annotator's session.
         add: adds a typed prompt; ``None`` without a model.
         link: called with the secret of each new link.
         finish: called when the annotator finishes.

@@ -70,8 +70,6 @@ class Session:
     thumbs, answers "neither" rows in the journal. Each answer is one write to one file.
 
     Args:
-        questions: the questions.
-        choices: the file of chosen pairs.
         thumbs: the file of thumbs; ``None`` without these answers.
         journal: the answers "neither".
         key: random key of the sides, which stay the same after a restart.

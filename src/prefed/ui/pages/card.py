@@ -73,8 +73,6 @@ def model_card(
     """Write the card of a model of a finished run.
 
     Args:
-        run: the run.
-        export: the model.
         repo: the repository's name on the hub.
         base: the base model's name on the hub; default: the run's, if it is a hub name.
         license: the hub's name of the licence; default: the base model's, if known.

@@ -152,7 +152,6 @@ def metrics_table(title: str, metrics: Sequence[Figure], pairs: Callable[[str], 
     """A table of clients and metrics, with each metric's spread.
 
     Args:
-        title: caption of the table.
         metrics: one column each. Clients are selected by preference accuracy or, without it, by the last
             metric.
         pairs: client → number of evaluated pairs.

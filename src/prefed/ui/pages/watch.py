@@ -25,8 +25,6 @@ def watch(run: Path, out: Path, report: Callable[[str], None]) -> None:
     The final page, also after an interrupt, does not reload itself.
 
     Args:
-        run: the run directory.
-        out: path of the page.
         report: called with messages for the user.
 
     Raises:
