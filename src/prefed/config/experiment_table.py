@@ -19,7 +19,7 @@ from prefed.config.experiment import Experiment
 from prefed.config.file import allow_code, make_absolute, override, parse_override, read_toml
 from prefed.config.settings import method_kind
 from prefed.core.strict_settings import StrictModel
-from prefed.core.text import did_you_mean
+from prefed.core.text import did_you_mean, pluralize
 from prefed.methods import METHODS
 
 RATE = "{lr}"
@@ -230,8 +230,8 @@ def load_cell(path: Path, cell: str | None, overrides: Sequence[str] = ()) -> Ex
     if cell is None:
         some = ", ".join([*cells][:4]) + (", …" if len(cells) > 4 else "")
         raise ConfigError(
-            f"{path} is a table of {len(cells)} cells ({some}); select one with --cell, or run all with "
-            "`prefed sweep`"
+            f"{path} is a table of {pluralize(len(cells), 'cell', 'cells')} ({some}); "
+            "select one with --cell, or run all with `prefed sweep`"
         )
     if cell not in cells:
         listed = f" (cells: {', '.join(cells)})"
