@@ -19,6 +19,7 @@ from prefed.merge import (
     check_update_sizes,
     lora,
 )
+from prefed.merge.groups import merge_groups
 
 A = Entry("lora/0/q/A", (1, 1), "lora", 0, "A")
 B = Entry("lora/0/q/B", (1, 1), "lora", 0, "B")
@@ -193,6 +194,50 @@ def test_where_nearly_everybody_has_stopped_an_honest_client_may_go_on() -> None
     with pytest.raises(BadUpload, match="client 'd'"):
         check_update_sizes([*still, reply("d", 1, tensors(PLAIN, 3, 4, 5.1, 0))], there, 1e4)
     check_update_sizes(at(0, 0, 0, 1), {"model": Tensors.zeros(PLAIN)}, 10)
+
+
+PRODUCT = Layout((Entry("lora/0/q/A", (1, 2), "lora", 0, "A"), Entry("lora/0/q/B", (1, 1), "lora", 0, "B")))
+
+
+def test_what_a_lora_changes_is_in_proportion_too() -> None:
+    """The server has A = (3, 4) and B = 0, so its factors have length 5 and its product 0. Three clients send
+    B = 0.01, which changes the weights by s B A = 2 · 0.01 · 5 = 0.1. One sends B = 4.9: its factors move
+    less than 5, but its change of 49 is 490 times theirs. With a residual of length 60 the server's model is
+    longer than that."""
+    there = {"model": tensors(PRODUCT, 3, 4, 0)}
+    sent = [reply(client, 1, tensors(PRODUCT, 3, 4, 0.01)) for client in "abc"]
+    sent.append(reply("d", 1, tensors(PRODUCT, 3, 4, 4.9)))
+    check_update_sizes(sent, there, 491, scaling=2.0)
+    error = r"client 'd': the change of s B A in group 'model' has length 49, 490 times .* 0\.1, but"
+    with pytest.raises(BadUpload, match=error):
+        check_update_sizes(sent, there, 489, scaling=2.0)
+    check_update_sizes(sent, there, 489, steps={"model"}, scaling=2.0)
+    residual = Layout((*PRODUCT.entries, Entry("residual/0/q/W", (1, 2), "residual", 0)))
+    check_update_sizes(sent, {"model": tensors(residual, 3, 4, 0, 36, 48)}, 10, scaling=2.0)
+    # Squares overflow to infinity, and their sum to NaN.
+    assert (
+        lora.change_norm(Tensors(PRODUCT, torch.tensor([1e200, -1e200, 1e200], dtype=torch.float64)))
+        == math.inf
+    )
+
+
+@pytest.mark.parametrize("rule", ["fedit", "flora"])
+def test_a_merge_refuses_a_disproportionate_product(rule: str) -> None:
+    """As in the test above, in a merge with max_ratio = 100, and in one that has a group for each client."""
+    layout = Layout((*PRODUCT.entries, Entry("residual/0/q/W", (1, 2), "residual", 0)))
+    rule_ = aggregator(layout, lora=rule, max_ratio=100)
+    state = rule_.init(tensors(layout, 3, 4, 0, 0, 0))
+    sizes = zip("abcd", (0.01, 0.01, 0.01, 4.9), strict=True)
+    sent = [reply(client, 1, tensors(PRODUCT, 3, 4, size)) for client, size in sizes]
+    merge = rule_.with_size_check(rule_.merge)
+    with pytest.raises(BadUpload, match="client 'd': the change of s B A"):
+        merge(state, sent, now())
+    merged = merge(state, sent[:3], now()).tensors["model"]
+    added = merged["residual/0/q/W"] + 2 * merged["lora/0/q/B"] @ merged["lora/0/q/A"]
+    torch.testing.assert_close(added, torch.tensor([[0.06, 0.08]], dtype=added.dtype))
+    groups = dict.fromkeys("abcd", "model")
+    with pytest.raises(BadUpload, match="client 'd': the change of s B A"):
+        merge_groups(rule_, state, sent, groups, now(), PRODUCT.names)
 
 
 def test_the_length_of_a_step_does_not_depend_on_the_server() -> None:

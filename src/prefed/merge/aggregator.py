@@ -180,7 +180,8 @@ class Aggregator:
 
         def checked(server: State, uploads: Sequence[Upload], now: Round) -> State:
             try:
-                check_update_sizes(uploads, server.tensors, self.config.max_ratio, steps)
+                most, scaling = self.config.max_ratio, self.scaling
+                check_update_sizes(uploads, server.tensors, most, steps, scaling)
             except BadUpload:
                 # Otherwise, one client could stop every round with a refused upload.
                 if rules.can_merge(self.config, len(uploads) - 1):

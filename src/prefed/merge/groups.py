@@ -9,7 +9,7 @@ from prefed.core import Round, State, Upload
 from prefed.merge import rules
 from prefed.merge.aggregator import Aggregator
 from prefed.merge.lora import without_residuals
-from prefed.merge.uploads import BadUpload, TooFewUploads, align, check_length, update_norm
+from prefed.merge.uploads import BadUpload, TooFewUploads, align, check_length, measures
 
 SENT = "model"
 """The group of tensors in every upload, regardless of the server's group."""
@@ -106,13 +106,14 @@ def _check_sizes(
     Checking only the longest update is not enough: its group may be unable to merge without it.
     """
     most, sent = aggregator.config.max_ratio, {upload.client: upload.tensors[SENT] for upload in uploads}
-    origins = {client: state.tensors[groups[client]].select(sent[client]) for client in sent}
-    lengths = {client: update_norm(sent[client], origins[client]) for client in sorted(sent)}
-    for client in sorted(lengths, key=lengths.__getitem__, reverse=True) if most else ():
-        try:
-            own = update_norm(origins[client])
-            check_length(client, lengths[client], lengths.values(), own, most, SENT)
-        except BadUpload:
-            # Otherwise, one client could stop every round of its group with a refused upload.
-            if rules.can_merge(aggregator.config, sizes[groups[client]] - 1):
-                raise
+    origins = {client: state.tensors[groups[client]] for client in sent}
+    for measure in measures(uploads[0].tensors[SENT], SENT, aggregator.scaling) if most else ():
+        lengths = {client: measure.norm(sent[client], origins[client]) for client in sorted(sent)}
+        for client in sorted(lengths, key=lengths.__getitem__, reverse=True):
+            try:
+                own = measure.own(sent[client], origins[client])
+                check_length(client, lengths[client], lengths.values(), own, most, measure.what)
+            except BadUpload:
+                # Otherwise, one client could stop every round of its group with a refused upload.
+                if rules.can_merge(aggregator.config, sizes[groups[client]] - 1):
+                    raise

@@ -21,6 +21,7 @@ original base model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -158,6 +159,39 @@ def with_rows_above(value: Tensors, rank: int, current: Tensors) -> Tensors:
             start = entry.shape[axis] - more
             result[entry.name].narrow(axis, start, more).copy_(current[entry.name].narrow(axis, start, more))
     return result
+
+
+def change_norm(tensors: Tensors, origin: Tensors | None = None, scaling: float = 1.0) -> float:
+    """Return the norm of the change of the adapted weights from ``origin`` to ``tensors``, residuals apart.
+
+    It is ‖s (B A − B₀ A₀)‖_F over all modules, computed from d = B − B₀ and a = A − A₀ as d A + B₀ a, plus
+    the norm of the residuals in ``tensors``, which uploads do not have.
+
+    Args:
+        tensors: both factors of each module.
+        origin: B₀ and A₀; factors that it lacks, or has with another shape, are 0.
+        scaling: s = α / rank of the LoRA.
+
+    >>> from prefed.core import Entry
+    >>> a, b = Entry("lora/0/q/A", (1, 2), "lora", 0, "A"), Entry("lora/0/q/B", (1, 1), "lora", 0, "B")
+    >>> now, start = (Tensors(Layout((a, b)), torch.tensor(x)) for x in ([3.0, 4.0, 2.0], [0.0, 4.0, 2.0]))
+    >>> change_norm(now, scaling=0.5), change_norm(now, start, scaling=0.5)
+    (5.0, 3.0)
+    """
+    square = 0.0
+    for module in modules(tensors.layout):
+        b, a = tensors[module.b].double(), tensors[module.a].double()
+        b0, a0 = (_known(origin, name, tensors) for name in (module.b, module.a))
+        left, right = torch.cat([b - b0, b0], dim=1), torch.cat([a, a - a0], dim=0)
+        square += float(((left.T @ left) * (right @ right.T)).sum())
+    dense = sum(float(tensors[e.name].norm()) ** 2 for e in tensors.layout.entries if e.part == RESIDUAL)
+    # Products of enormous factors may overflow to infinity, and their sum to NaN.
+    return scaling * max(square, 0.0) ** 0.5 + dense**0.5 if math.isfinite(square) else math.inf
+
+
+def _known(origin: Tensors | None, name: str, like: Tensors) -> Tensor:
+    found = origin is not None and name in origin and origin[name].shape == like[name].shape
+    return origin[name].double() if origin is not None and found else torch.zeros_like(like[name]).double()
 
 
 def product_error(values: Sequence[Tensors], weights: Sequence[float]) -> float:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from prefed.core import Layout, State, Tensors, Upload
 from prefed.core.lazy import torch
-from prefed.merge.lora import first_rows, without_residuals
+from prefed.merge.lora import change_norm, first_rows, modules, without_residuals
 
 LARGEST = 3.4028234663852886e38
 """The largest float32, and the bound on the scalars of an upload, so that their sums do not overflow."""
@@ -87,6 +88,7 @@ def check_update_sizes(
     origins: Mapping[str, Tensors],
     most: float,
     steps: Collection[str] = (),
+    scaling: float = 1.0,
 ) -> None:
     """Check that no update is far longer than the others of its round, separately for each group.
 
@@ -94,6 +96,10 @@ def check_update_sizes(
     client. An update passes if it is at most ``most`` times as long as the median of the round, or no longer
     than the server's tensors of that group, since an honest client may still move when most others have
     converged. All updates pass if more than half of them are zero.
+
+    If clients send both factors of a LoRA, the change s (B A − B₀ A₀) of the weights must pass, too: as long
+    a step of the factors can change their product much more. The server's own length is then that of s B₀ A₀
+    and its residuals.
 
     For an even number of uploads, the median is the upper of the two middle lengths, so that half of the
     clients cannot exclude the others by sending tiny updates. If this upper length is more than ``most``
@@ -105,26 +111,55 @@ def check_update_sizes(
         origins: the groups of the server; missing groups start from zero.
         most: maximum multiple of the median; 0 disables the check.
         steps: groups in which clients send the update itself.
+        scaling: s = α / rank of the LoRA.
 
     Raises:
         BadUpload: the longest update does not pass.
     """
     for group in sorted({name for upload in uploads for name in upload.tensors}) if most else ():
         sent = [upload for upload in uploads if group in upload.tensors]
-        origin = origins.get(group, Tensors.empty())
-        start = None if group in steps else origin
-        lengths = [update_norm(upload.tensors[group], start) for upload in sent]
-        longest = max(lengths)
-        worst = min(
-            (upload for upload, length in zip(sent, lengths, strict=True) if length == longest),
-            key=lambda upload: (upload.client, upload.sent_at),
-        )
-        own = update_norm(origin.select(name for name in worst.tensors[group] if name in origin), None)
-        check_length(worst.client, longest, lengths, own, most, group)
+        start = None if group in steps else origins.get(group, Tensors.empty())
+        for measure in measures(sent[0].tensors[group], group, scaling)[: 1 if start is None else 2]:
+            lengths = [measure.norm(upload.tensors[group], start) for upload in sent]
+            longest = max(lengths)
+            worst = min(
+                (upload for upload, length in zip(sent, lengths, strict=True) if length == longest),
+                key=lambda upload: (upload.client, upload.sent_at),
+            )
+            own = measure.own(worst.tensors[group], origins.get(group, Tensors.empty()))
+            check_length(worst.client, longest, lengths, own, most, measure.what)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How to measure updates.
+
+    Attributes:
+        what: what is measured, for errors.
+        norm: the length of the step from the second tensors, or zero, to the first.
+        whole: whether all of the server's tensors count for its own length, or only those that clients send.
+    """
+
+    what: str
+    norm: Callable[[Tensors, Tensors | None], float]
+    whole: bool = False
+
+    def own(self, sent: Tensors, server: Tensors) -> float:
+        """Return the server's own length, for an upload with the tensors ``sent``."""
+        return self.norm(server if self.whole else server.select(n for n in sent if n in server), None)
+
+
+def measures(tensors: Tensors, group: str, scaling: float) -> list[Measure]:
+    """Return how to measure updates of a group like ``tensors``: themselves, and what a LoRA changes."""
+    found = [Measure(f"update of group {group!r}", update_norm)]
+    if modules(tensors.layout):
+        change = partial(change_norm, scaling=scaling)
+        found.append(Measure(f"change of s B A in group {group!r}", change, whole=True))
+    return found
 
 
 def check_length(
-    client: str, length: float, lengths: Collection[float], own: float, most: float, group: str
+    client: str, length: float, lengths: Collection[float], own: float, most: float, what: str
 ) -> None:
     """Check the update of one client; see :func:`check_update_sizes`.
 
@@ -146,7 +181,7 @@ def check_length(
     if length > own:
         raise BadUpload(
             client,
-            f"the update of group {group!r} has length {length:.3g}, {length / middle:.3g} times {of}, "
+            f"the {what} has length {length:.3g}, {length / middle:.3g} times {of}, "
             f"{middle:.3g}, but [merge] max_ratio = {most:g}",
         )
 
