@@ -79,11 +79,15 @@ sums() { (cd "$out" && find . -type f ! -name SHA256SUMS -print0 | sort -z | xar
 # What a site will install, as it will install it.
 sums
 PYTHON="$work/venv/bin/python" sh "$out/install.sh" "$work/clean" >/dev/null
+for package in setuptools pip; do # Python's own, unless required
+    grep -q "^$package==" "$out/requirements.txt" || "$work/clean/bin/python" -m pip uninstall --quiet --yes $package
+done
 cyclonedx-py environment "$work/clean/bin/python" --pyproject "$here/pyproject.toml" --output-reproducible \
-    --output-file "$out/sbom.cdx.json" >"$work/log" 2>&1 || {
+    --gather-license-texts --output-file "$out/sbom.cdx.json" >"$work/log" 2>&1 || {
     cat "$work/log" >&2
     exit 1
 }
+python "$here/scripts/sbom.py" "$out"
 sums
 mv "$out" "$final"
 out=$final

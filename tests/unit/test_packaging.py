@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -194,3 +195,24 @@ def test_the_lock_holds_the_tested_versions() -> None:
     }
     assert {name for name in locked if name in pins and locked[name] != pins[name]} == set()
     assert {name for name in locked if re.match("torch$|triton$|nvidia-|cuda-", name)} == set()
+
+
+def test_the_sbom_names_the_wheel_of_each_package() -> None:
+    """cyclonedx-py and a wheel's file spell a name differently; an index compares both after PEP 503. A
+    package without a licence or a wheel is refused by name."""
+    complete = runpy.run_path(str(ROOT / "scripts" / "sbom.py"))["complete"]
+    one, two = "1" * 64, "2" * 64
+    requirements = f"dm_tree==0.1.9 --hash=sha256:{one}\nprefed==0.1.0+local --hash=sha256:{two}\n"
+    licences = [{"license": {"id": "Apache-2.0"}}]
+
+    def sbom(**package):
+        own = {"name": "prefed", "licenses": licences}
+        return {"metadata": {"component": own}, "components": [{"licenses": licences, **package}]}
+
+    full = complete(sbom(name="Dm.Tree"), requirements)
+    assert full["components"][0]["hashes"] == [{"alg": "SHA-256", "content": one}]
+    assert full["metadata"]["component"]["hashes"] == [{"alg": "SHA-256", "content": two}]
+    with pytest.raises(SystemExit, match="dm-tree declares no licence"):
+        complete(sbom(name="dm-tree", licenses=[]), requirements)
+    with pytest.raises(SystemExit, match="pip is installed but not in requirements"):
+        complete(sbom(name="pip"), requirements)
