@@ -360,3 +360,27 @@ def test_a_key_that_is_named_goes_to_its_server(elsewhere, monkeypatch):
     monkeypatch.setenv("THEIR_KEY", KEY)
     refused(elsewhere, "status 401: .*check the key in THEIR_KEY", key_variable="THEIR_KEY")
     assert elsewhere.requests[0][1]["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_the_environment_holds_for_openai_goes_to_openai_alone(elsewhere, monkeypatch, local):
+    """The library sends these with every request. The control is a client of its own, which it sends them
+    with to the same server."""
+    secrets = {"ORG_ID": "org-0", "PROJECT_ID": "proj-0", "ADMIN_KEY": "admin-0", "WEBHOOK_SECRET": "hook-0"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(f"OPENAI_{name}", value)
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Mine: mine-0\nAuthorization: Bearer other-0")
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    if local:
+        elsewhere.url = elsewhere.url.replace("models.example.org", "127.0.0.1")
+    refused(elsewhere, "status 401", key_variable="THEIR_KEY")
+    ((_, sent),) = elsewhere.requests
+    assert not [value for value in sent.values() if "-0" in value.replace(KEY, "")]
+    assert sent["authorization"] == f"Bearer {KEY}"
+
+    from openai import AuthenticationError, OpenAI
+
+    client = OpenAI(base_url=elsewhere.url, max_retries=0)
+    with pytest.raises(AuthenticationError):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+    assert {"org-0", "proj-0"} <= set(elsewhere.requests[-1][1].values())

@@ -28,6 +28,8 @@ _ANSWER = 100_000
 """Most characters of an answer to keep, since a server may ignore the token limit."""
 _BODY = 8 * 2**20
 """Maximum number of bytes of an answer."""
+_HEADERS = frozenset({"accept", "accept-encoding", "connection", "content-length", "content-type", "host"})
+"""Headers of a request to a server that is not OpenAI's, besides the key and the name of the client."""
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
@@ -101,7 +103,10 @@ class Endpoint:
         self._parallel, self._timeout = parallel, timeout
         self._other_names: dict[str, str | None] = {}
         # A redirected request would carry prompts to a server that the user did not name.
-        http = DefaultHttpxClient(event_hooks={"response": [self._read]}, follow_redirects=False)
+        hooks: dict[str, list[Callable[..., Any]]] = {"response": [self._read]}
+        if not _is_openai(parts.scheme, parts.hostname):
+            hooks["request"] = [self._forget_openai]
+        http = DefaultHttpxClient(event_hooks=hooks, follow_redirects=False)
         # The package requires a key. A compressed answer could be of any size.
         self._client = OpenAI(
             api_key=key or "none",
@@ -111,6 +116,12 @@ class Endpoint:
             default_headers={"Accept-Encoding": "identity"},
             http_client=http,
         )
+
+    def _forget_openai(self, request: Any) -> None:
+        """Remove what the library adds from OPENAI_ORG_ID, _PROJECT_ID and _CUSTOM_HEADERS."""
+        for name in set(request.headers) - _HEADERS:
+            del request.headers[name]
+        request.headers.update({"Authorization": f"Bearer {self._key or 'none'}", "User-Agent": "prefed"})
 
     def _read(self, response: Any) -> None:
         """Read an answer with limits on its size and total time, which the library does not have."""
@@ -302,7 +313,11 @@ def _may_have_openai_key(scheme: str, host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return scheme == "https" and (host == "openai.com" or host.endswith(".openai.com"))
+        return _is_openai(scheme, host)
+
+
+def _is_openai(scheme: str, host: str) -> bool:
+    return scheme == "https" and (host == "openai.com" or host.endswith(".openai.com"))
 
 
 class EndpointJudge:
