@@ -39,10 +39,15 @@ def place(tmp_path_factory):
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     owners = [client for client, size in SIZES.items() for _ in range(size)]
     rows = [row | {"worker": owner} for row, owner in zip(rows, owners, strict=False)]
+    # Prompts and responses that differ much, so that it matters which response follows which prompt.
     thumbs = [
-        {"prompt": row["prompt"], "completion": row[key], "label": key == "chosen", "worker": row["worker"]}
+        {
+            "prompt": ("Case", "we go we go", "up")[number % 3] + "." * number,
+            "completion": (" down", " up up up", " we", " go: go")[number % 4],
+            "label": number % 3 != 1,
+            "worker": row["worker"],
+        }
         for number, row in enumerate(rows)
-        for key in [("chosen", "rejected", "rejected")[number % 3]]
     ]
     test = [json.loads(line) | {"worker": "ann"} for line in (folder / "test.jsonl").read_text().splitlines()]
     for name, lines in (("train", rows), ("thumbs", thumbs), ("test", test[:1])):
@@ -200,13 +205,13 @@ class Clients:
 
 
 def near(found: Module, expected: Module, start: Module | None = None) -> None:
-    """Float32 against float64: to 1e-4 of the distance from the start."""
+    """Float32 against float64: to 1e-5 of the distance from the start."""
     assert found.keys() == expected.keys()
     start = zeros(expected) if start is None else start
     flat = [torch.cat([each[name].reshape(-1) for name in expected]) for each in (found, expected, start)]
     moved = float((flat[1] - flat[2]).norm())
     assert moved > 1e-3
-    assert float((flat[0] - flat[1]).norm()) < 1e-4 * moved
+    assert float((flat[0] - flat[1]).norm()) < 1e-5 * moved
 
 
 def zeros(like: Module) -> Module:
@@ -312,7 +317,9 @@ def test_kto(place, tmp_path, name):
     """KTO of several clients, each with its own reference point per step, and of their own models v_i with
     the loss + λ/2 ‖v_i − φ‖²."""
     weights, pull = {"desirable": 1.3, "undesirable": 0.7}, 0.05
-    settings = {"objective": "kto", "objective_settings": weights}
+    # Fast enough for z_0 to matter: the response before instead of the next one changes the result.
+    fast = 8.0
+    settings = {"objective": "kto", "objective_settings": weights, "lr": fast}
     if name == "ditto":
         settings |= {**OWN, "lam": pull}
     loaded, states = finish(place, tmp_path / "run", name, rounds=2, settings=settings, data="thumbs")
@@ -327,7 +334,7 @@ def test_kto(place, tmp_path, name):
         return loss(it, rows) + pull / 2 * away
 
     for number, state in enumerate(states, 1):
-        sent = [clients.train(model, client, number, loss)[0] for client in SIZES]
+        sent = [clients.train(model, client, number, loss, lr=fast)[0] for client in SIZES]
         if name == "ditto":
             own = {
                 client: clients.train(each, client, number, pulled, phase="personal", lr=OWN_LR)[0]

@@ -148,7 +148,9 @@ def test_fedprox_pulls_towards_what_was_received():
 )
 @pytest.mark.parametrize("name", ["feddpo", "fedsft", "fedprox", "scaffold"])
 def test_lora_rules_decide_what_trains_and_what_is_sent(name, rule, trained, sent):
-    """Factors by round: FFA never moves A, RoLoRA turns about, FedSA keeps B."""
+    """Factors by round: FFA never moves A, RoLoRA turns about, FedSA keeps B. SCAFFOLD needs the same A."""
+    if (name, rule) == ("scaffold", "flexlora"):
+        return
     run = simulate(make(name, MergeConfig(lora=rule)), crowd(1, SIZE), initial(), 2)
 
     def factors(names):
@@ -156,6 +158,31 @@ def test_lora_rules_decide_what_trains_and_what_is_sent(name, rule, trained, sen
 
     assert [factors(phase.train) for phase in run.phases] == trained
     assert [factors(upload.tensors["model"]) for upload in run.uploads] == sent
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "settings", "message"),
+    [
+        (
+            "scaffold",
+            "flora",
+            {},
+            "so the control variates of earlier rounds would belong to other directions",
+        ),
+        ("scaffold", "flexlora", {}, "'flexlora' in .merge. replaces the LoRA's A in every round"),
+        ("feddpo", "flora", {"optimizer_state": "kept"}, "use another lora or optimizer_state 'new'"),
+        ("fedrep", "flexlora", {"optimizer_state": "kept"}, "so the optimiser states of earlier rounds"),
+        ("ditto", "flora", {}, "towards which Ditto would pull"),
+    ],
+)
+def test_what_is_kept_between_rounds_needs_the_same_a(name, rule, settings, message):
+    """Unless A stays: with FedEx-LoRA it is the mean of the clients'. Without a pull, Ditto keeps whole
+    models, and local training has no A but its own."""
+    with pytest.raises(ValueError, match=message):
+        make(name, MergeConfig(lora=rule), **settings)
+    make(name, MergeConfig(lora="fedex"), **settings)
+    make("ditto", MergeConfig(lora=rule), lam=0)
+    make("local", MergeConfig(lora=rule), optimizer_state="kept")
 
 
 @pytest.mark.parametrize("name", ["centralized", "local"])

@@ -16,6 +16,8 @@ LoraRule = Literal["fedit", "ffa", "rolora", "fedsa", "fedex", "flexlora", "flor
 """How to merge the two factors of a LoRA."""
 PRODUCT_RULES: frozenset[LoraRule] = frozenset({"fedex", "flexlora", "flora"})
 """The rules that merge the products B A, so they need each client's factors."""
+NEW_A_RULES: frozenset[LoraRule] = frozenset({"flexlora", "flora"})
+"""The rules after which a LoRA has another A: singular vectors, or a new draw."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,24 @@ class MergeConfig(StrictModel):
     def plain_weights(self) -> bool:
         """Whether the weights are the clients' numbers of pairs, or uniform."""
         return self.weights in ("samples", "uniform")
+
+    def same_a(self, what: str, otherwise: str = "") -> None:
+        """Check that the factors of one round are comparable to those of the next.
+
+        Args:
+            what: what a client keeps between rounds, e.g. the control variates of SCAFFOLD. The gradient of B
+                depends on A, and that of A on B, so what is kept belongs to the factors at which it was
+                computed.
+            otherwise: what to change instead of ``lora``.
+
+        Raises:
+            ValueError: the LoRA rule replaces A.
+        """
+        if self.lora in NEW_A_RULES:
+            raise ValueError(
+                f"lora {self.lora!r} in [merge] replaces the LoRA's A in every round, so {what} of earlier "
+                f"rounds would belong to other directions; use another lora{otherwise}"
+            )
 
     @property
     def kind(self) -> MergeRule:

@@ -33,7 +33,16 @@ needs = lora_parts
 
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
-    """Ditto over ``layout``."""
+    """Ditto over ``layout``.
+
+    Raises:
+        ValueError: the LoRA rule is ``flora``.
+    """
+    if settings.lam and aggregator.config.lora == "flora":
+        raise ValueError(
+            "lora 'flora' in [merge] starts a new LoRA in every round, towards which Ditto would pull the "
+            "personal models; use another lora"
+        )
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
     personal = fedavg.ownership.names(Owner.PERSONAL)
 

@@ -61,8 +61,9 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     """SCAFFOLD over ``layout``.
 
     Raises:
-        ValueError: the weights of ``[merge]`` change with the losses.
+        ValueError: the weights of ``[merge]`` change with the losses, or its LoRA rule replaces A.
     """
+    aggregator.config.same_a("the control variates")
     if aggregator.config.by_loss:
         raise ValueError(
             f"weights {aggregator.config.weights!r} in [merge] change with the losses, but the server's "

@@ -312,6 +312,9 @@ class FedAvgBase:
             name: name of the exchange and of the randomness of its visits.
             steps: groups in which clients send a step instead of new values.
             changes: e.g. ``work``, ``merge``, ``groups``.
+
+        Raises:
+            ValueError: optimisers keep their state, and the LoRA rule replaces A.
         """
         moves: Mapping[str, Any] = {
             "send": self.send,
@@ -324,7 +327,11 @@ class FedAvgBase:
         }
         exchange = Exchange(name, **{**moves, **changes})
         exchange = replace(exchange, merge=self.aggregator.with_size_check(exchange.merge, steps))
-        return keep_optimizer_state(exchange) if self.settings.optimizer_state == "kept" else exchange
+        if self.settings.optimizer_state == "new":
+            return exchange
+        if self.shared_trainable:
+            self.aggregator.config.same_a("the optimiser states", " or optimizer_state 'new'")
+        return keep_optimizer_state(exchange)
 
     def late(self, averages: bool = True) -> Literal["refused", "model", "delta"]:
         """Return how to merge late uploads: as configured in ``[merge]``, by default as models.
