@@ -143,19 +143,21 @@ def example_encoder(experiment: Experiment, backbone: Backbone) -> ExampleEncode
         return None
     from prefed.data.examples import ExampleEncoder
 
-    data, tokenizer = experiment.data, backbone.tokenizer
-    most = min(data.max_length, backbone.window or data.max_length)
-    key = Key(experiment.seed).at(EXAMPLES)
-    return ExampleEncoder(tokenizer, Template(tokenizer, data.template), most, key)
+    return ExampleEncoder(*_format(experiment, backbone), Key(experiment.seed).at(EXAMPLES))
 
 
 def response_encoder(experiment: Experiment, backbone: Backbone) -> ResponseEncoder | None:
     """Return the encoder of responses for a model that reads hidden states; ``None`` for other models."""
     if not backbone.needs & {"latent", "mixture"}:
         return None
+    return ResponseEncoder(*_format(experiment, backbone))
+
+
+def _format(experiment: Experiment, backbone: Backbone) -> tuple[Any, Template, int]:
+    """Return the tokenizer, the template, and the maximum number of tokens of the model or the data."""
     data, tokenizer = experiment.data, backbone.tokenizer
     most = min(data.max_length, backbone.window or data.max_length)
-    return ResponseEncoder(tokenizer, Template(tokenizer, data.template), most)
+    return tokenizer, Template(tokenizer, data.template), most
 
 
 _KEYS = {

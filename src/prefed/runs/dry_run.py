@@ -263,9 +263,9 @@ def dry_run(experiment: Experiment, out: Path) -> DryRun:
 
         check_alignment(experiment.align, experiment.data)
     if experiment.track is not None:
-        from prefed.runs.track import usable
+        from prefed.trackers.tools import trackers
 
-        usable(experiment.track)
+        trackers(experiment.track.to)
     experiment = with_threads(fitted(experiment), None)
     place = existing_parent(out)
     with TemporaryDirectory(prefix="prefed-dry-run-") as name:

@@ -29,7 +29,7 @@ from prefed.privacy.accountant import require
 from prefed.runs.align import check_alignment, what_is_sent
 from prefed.runs.dry_run import existing_parent
 from prefed.runs.start_or_resume import is_place
-from prefed.runs.track import usable
+from prefed.trackers.tools import trackers
 
 DEVELOPMENT = {"test", "docs", "dev", "release"}
 """Extras that no command needs."""
@@ -114,7 +114,7 @@ def needs(experiment: Experiment, out: Path, *, own_data: bool = True) -> Iterat
     if privacy.noise:
         yield checked("[privacy]", lambda: f"{require().__name__} is installed")
     if (track := experiment.track) is not None:
-        yield checked("[track]", lambda: ", ".join(usable(track)))
+        yield checked("[track]", lambda: ", ".join(trackers(track.to)))
     if (align := experiment.align) is not None:
 
         def alignment() -> str:

@@ -10,11 +10,9 @@ from typing import Any, Literal, cast
 
 from prefed.core.text import pluralize
 from prefed.engines.evaluation import Score, evaluate_client, evaluate_newcomer, pair_figures
-from prefed.runs.build import example_encoder, response_encoder
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
 from prefed.runs.tastes import OWN, is_one_taste, split_taste
-from prefed.train import PairTrainer
 from prefed.train.metrics import (
     FederatedMetric,
     divergence_warning,
@@ -158,14 +156,7 @@ def evaluate_file(
         if not rows:
             raise ValueError(f"{file}: no row belongs to {', '.join(names or ())}")
         check_lengths(run.backbone, new.tokens)
-        pair_trainer = PairTrainer(
-            run.backbone,
-            new.tokens,
-            max_tokens=run.experiment.engine.max_tokens,
-            fast=run.experiment.model.fast,
-            responses=response_encoder(run.experiment, run.backbone),
-            examples=example_encoder(run.experiment, run.backbone),
-        )
+        pair_trainer = run.pair_trainer(new.tokens)
 
         def scorer(client: str, own: Rows) -> Score:
             return lambda model: pair_trainer.score(model, own, run.trainers.examples(client, model))

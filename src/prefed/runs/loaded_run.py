@@ -23,13 +23,20 @@ from prefed.data.partition import partition_value
 from prefed.data.sources import ReadCounts, read_records
 from prefed.engines import Job
 from prefed.models import Backbone
-from prefed.runs.build import assemble_job, build_data, build_trainers, selector_settings
+from prefed.runs.build import (
+    assemble_job,
+    build_data,
+    build_trainers,
+    example_encoder,
+    response_encoder,
+    selector_settings,
+)
 from prefed.runs.finished_run import RunError, RunRecord, read_run
 from prefed.runs.reference import reference_folder
 from prefed.runs.start_or_resume import CODE, absent_code, changed_code, settings_digest
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
-from prefed.train.pair_trainer import PairTrainerFactory
+from prefed.train.pair_trainer import PairTrainer, PairTrainerFactory
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,18 @@ class LoadedRun:
     def clients(self) -> tuple[str, ...]:
         """All clients, sorted."""
         return tuple(sorted(self.trainers.clients))
+
+    def pair_trainer(self, tokens: TokenSet) -> PairTrainer:
+        """Return a trainer of the run's model on other pairs."""
+        experiment, backbone = self.experiment, self.backbone
+        return PairTrainer(
+            backbone,
+            tokens,
+            max_tokens=experiment.engine.max_tokens,
+            fast=experiment.model.fast,
+            responses=response_encoder(experiment, backbone),
+            examples=example_encoder(experiment, backbone),
+        )
 
     def check(self, client: str) -> str:
         """Return ``client``, if the run has it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key
@@ -11,31 +10,8 @@ from prefed.engines.job import draw_cohort
 from prefed.privacy import Guarantee, guarantee_of
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The privacy guarantee of a planned run.
-
-    Attributes:
-        guarantee: of one release.
-        releases: number of releases by the client that takes part most often.
-        delta: δ of ``[privacy]``.
-    """
-
-    guarantee: Guarantee
-    releases: int
-    delta: float
-
-    def epsilon(self) -> float | None:
-        """ε after the last round; ``None`` without noise."""
-        return self.guarantee.epsilon(self.releases, self.delta)
-
-    def noise_for(self, epsilon: float) -> float:
-        """Return the smallest ``noise_multiplier`` with which the run spends at most ``epsilon``."""
-        return self.guarantee.noise_for(epsilon, self.releases, self.delta)
-
-
-def plan(experiment: Experiment, clients: int | None = None) -> Plan:
-    """Compute the privacy guarantee of ``experiment``.
+def plan(experiment: Experiment, clients: int | None = None) -> tuple[Guarantee, int]:
+    """Return the guarantee of a release, and the number of releases of the client that takes part most often.
 
     Args:
         clients: number of clients that train; defaults to that of the partition.
@@ -63,7 +39,7 @@ def plan(experiment: Experiment, clients: int | None = None) -> Plan:
             f"[cohort] size = {cohort}, but {clients} clients train: lower the size, or change --clients"
         )
     promised = guarantee_of(privacy, clients, cohort, experiment.cohort.sampling)
-    return Plan(promised, _most_visits(experiment, clients, cohort, promised), privacy.delta)
+    return promised, _most_visits(experiment, clients, cohort, promised)
 
 
 def _most_visits(experiment: Experiment, clients: int, cohort: int, promised: Guarantee) -> int:

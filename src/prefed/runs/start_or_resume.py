@@ -277,9 +277,11 @@ def open_run(
     first = Callbacks(callbacks)
     tracking: Callable[[Callback], AbstractContextManager[Callback]] = nullcontext
     if experiment.track is not None:
-        from prefed.runs.track import tracked, usable
+        from prefed.runs.track import tracked
+        from prefed.trackers.tools import trackers
 
-        tracking = partial(tracked, usable(experiment.track), experiment.track, path, page=page)
+        kinds = trackers(experiment.track.to)
+        tracking = partial(tracked, kinds, experiment.track, path, page=page)
     with (
         RunWriter(path, resume=resume, returnable=returnable) as writer,
         run_log(path) as log,

@@ -37,10 +37,8 @@ from prefed.merge.posteriors import Posterior, active_units, summarize
 from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z, posteriors
 from prefed.models import Backbone
 from prefed.models.tastes import DECODER, POSTERIOR, trainable_share
-from prefed.runs.build import response_encoder
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
-from prefed.train import PairTrainer
 from prefed.train.metrics.tastes import Array, kl_per_dimension, latent_map, resultant, transfer
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -256,13 +254,7 @@ def taste_of_file(run: LoadedRun, file: str) -> tuple[Posterior, Pairs]:
     experiment = run.experiment
     with tempfile.TemporaryDirectory(prefix="prefed-taste-") as folder:
         new = read_pairs(run, file, Path(folder), everyone=True)
-        trainer = PairTrainer(
-            run.backbone,
-            new.tokens,
-            max_tokens=experiment.engine.max_tokens,
-            fast=experiment.model.fast,
-            responses=response_encoder(experiment, run.backbone),
-        )
+        trainer = run.pair_trainer(new.tokens)
         goal, key = experiment.method.settings.goal(), Key(experiment.seed).at("contexts").at("file")
         found = trainer.posteriors(run.published_model, goal, new.rows[EVERYBODY], key)
         pairs = np.array(new.tokens.pairs)

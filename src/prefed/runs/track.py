@@ -20,15 +20,6 @@ from prefed.trackers.tools import Tracker, TrackerError, trackers
 from prefed.trackers.tracking import AlignmentTracking, Tracking
 
 
-def usable(config: TrackConfig) -> dict[str, type[Tracker]]:
-    """Return the trackers of ``[track]`` by name.
-
-    Raises:
-        TrackerError: one of them cannot be used on this machine.
-    """
-    return trackers(config.to)
-
-
 def told_settings(config: Mapping[str, Any], *, clients: bool = True) -> dict[str, Any]:
     """Return the tables of an experiment that may leave this machine, with paths cut to their last part.
 
@@ -68,7 +59,7 @@ def tracked(
     """Yield a callback that also logs to the trackers; at the end of the block, log the summary of the run.
 
     Args:
-        kinds: from :func:`usable`.
+        kinds: from :func:`~prefed.trackers.tools.trackers`.
         callback: receives all events, and a warning if a tracker fails.
         page: renders the page of a run directory.
     """

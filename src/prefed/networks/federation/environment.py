@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,11 +23,9 @@ TIMEOUT = 5.0
 
 def hub_needs(folder: Path) -> Iterator[Finding]:
     """Check the hub's folder, the dates of its certificate, and that its port is free."""
-    package = checked("nvflare", _nvflare)
-    yield package
-    if package.missing:
+    installed = yield from _installed()
+    if not installed:
         return
-    yield checked("localhost", _localhost)
     kits: list[Kits] = []
 
     def opened() -> str:
@@ -35,20 +33,17 @@ def hub_needs(folder: Path) -> Iterator[Finding]:
         return f"{folder}: hub of {kits[0].federation}"
 
     yield checked("kit", opened)
-    if not kits:
-        return
-    startup = kits[0].server / "startup"
-    yield checked("certificate", lambda: _dates(startup / "server.crt"))
-    yield checked("port", lambda: _free(address(startup)[2]))
+    if kits:
+        startup = kits[0].server / "startup"
+        yield checked("certificate", lambda: _dates(startup / "server.crt"))
+        yield checked("port", lambda: _free(address(startup)[2]))
 
 
 def site_needs(config: SiteConfig) -> Iterator[Finding]:
     """Check a site's kit, the dates of its certificate, its data and model, and the connection to the hub."""
-    package = checked("nvflare", _nvflare)
-    yield package
-    if package.missing:
+    installed = yield from _installed()
+    if not installed:
         return
-    yield checked("localhost", _localhost)
     kit = Path(config.kit)
     found = checked("kit", lambda: f"{kit}, hub at {check_kit(kit, config)}")
     yield found
@@ -62,6 +57,15 @@ def site_needs(config: SiteConfig) -> Iterator[Finding]:
         startup = kit / "startup"
         yield checked("certificate", lambda: _dates(startup / "client.crt"))
         yield checked("hub", lambda: _reached(*address(startup)[1:]))
+
+
+def _installed() -> Generator[Finding, None, bool]:
+    """Check NVIDIA FLARE and the name localhost; return whether FLARE is installed."""
+    package = checked("nvflare", _nvflare)
+    yield package
+    if not package.missing:
+        yield checked("localhost", _localhost)
+    return not package.missing
 
 
 def _nvflare() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -112,15 +112,6 @@ def run_name(file: Path, cell: str | None) -> str:
     'imdb-imdb-3-fedper'
     """
     return f"{file.stem}-{cell.replace('/', '-')}" if cell else file.stem
-
-
-def set_words(overrides: Sequence[str]) -> list[str]:
-    """Overrides as command-line words.
-
-    >>> set_words(["seed=1", "method.lr=1e-4"])
-    ['--set', 'seed=1', '--set', 'method.lr=1e-4']
-    """
-    return [word for text in overrides for word in ("--set", text)]
 
 
 def given_words(context: typer.Context, without: Collection[str]) -> list[str]:

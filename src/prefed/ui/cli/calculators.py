@@ -194,25 +194,26 @@ def privacy(
     experiment = load_federated(file, cell, overrides or ())
     if clients is None and getattr(experiment.data.train, "path", None) == HELD:
         raise ConfigError(f"{file}: only the sites know the number of clients; set it with --clients")
-    planned = plan(experiment, clients)
+    promised, releases = plan(experiment, clients)
+    delta = experiment.privacy.delta
+    assert delta is not None
     if epsilon is not None:
-        found = replace(planned.guarantee, noise_multiplier=planned.noise_for(epsilon))
-        planned = replace(planned, guarantee=found)
-    promised, spent = planned.guarantee, planned.epsilon()
+        promised = replace(promised, noise_multiplier=promised.noise_for(epsilon, releases, delta))
+    spent = promised.epsilon(releases, delta)
     if as_json:
         content = {
             "noise_multiplier": promised.noise_multiplier,
             "epsilon": spent,
-            "delta": planned.delta,
+            "delta": delta,
             "adjacency": promised.adjacency,
             "bound": promised.bound,
-            "releases": planned.releases,
+            "releases": releases,
         }
         print_json(content)
         return
-    budget = "unbounded, without noise" if spent is None else f"{spent:.4g} at delta {planned.delta:g}"
+    budget = "unbounded, without noise" if spent is None else f"{spent:.4g} at delta {delta:g}"
     typer.echo(f"noise_multiplier  {promised.noise_multiplier:.4f}")
     typer.echo(f"epsilon           {budget}")
     typer.echo(f"neighbours        {promised.adjacency}")
     typer.echo(f"bound             {promised.bound}")
-    typer.echo(f"releases          {planned.releases} (maximum over clients)")
+    typer.echo(f"releases          {releases} (maximum over clients)")

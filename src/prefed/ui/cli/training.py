@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,8 +24,8 @@ from prefed.ui.cli.arguments import (
     RunFolder,
     RunOut,
     Track,
+    given_words,
     run_name,
-    set_words,
 )
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, interruptible, terminable
 from prefed.ui.cli.log import report
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 def run(
+    context: typer.Context,
     file: File,
     overrides: Overrides = None,
     out: RunOut = None,
@@ -70,10 +71,8 @@ def run(
     if dry_run and (resume or auto_resume):
         raise UsageError("give --dry-run or --resume, not both: a dry run is always a new run")
     overrides = [*(overrides or []), *([f"track.to={json.dumps(track)}"] if track else [])]
-    words = ["prefed", "run", str(file), *(["--cell", cell] if cell else [])]
-    words += set_words(overrides)
-    words += ["--dry-run"] if dry_run else []
-    words += ["--device", device] if device else []
+    without = ("out", "resume", "auto_resume", "as_json")
+    words = ["prefed", "run", str(file), *given_words(context, without)]
     again = "--auto-resume" if auto_resume else "--resume"
     with interruptible(words, out, resume or auto_resume, again=(again,)) as paths:
         from prefed.config.experiment_table import load_cell
@@ -95,9 +94,15 @@ def run(
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
         if device:
-            _plan(experiment, device, as_json, console)
+            from prefed.runs.memory_plan import plan_memory
+            from prefed.ui.pages.terminal import plan_line, print_memory_plan
+
+            _show(plan_memory(experiment, device), as_json, console, plan_line, print_memory_plan)
         elif dry_run:
-            _try(experiment, path, as_json, console)
+            from prefed.runs import dry_run as trial
+            from prefed.ui.pages.terminal import estimate_line, print_dry_run
+
+            _show(trial.dry_run(experiment, path), as_json, console, estimate_line, print_dry_run)
         else:
             _run(experiment, path, resume, as_json, console)
 
@@ -128,30 +133,16 @@ def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, consol
             console.print(line, markup=False, soft_wrap=True)
 
 
-def _try(experiment: Experiment, path: Path, as_json: bool, console: Console) -> None:
-    from prefed.runs.dry_run import dry_run
-    from prefed.ui.pages.terminal import estimate_line, print_dry_run
-
-    found = dry_run(experiment, path)
+def _show(
+    found: Any, as_json: bool, console: Console, line: Callable[[Any], str], tables: Callable[..., None]
+) -> None:
+    """Print an estimate as JSON, with ``-q`` in a line, or else in tables."""
     if as_json:
         print_json(asdict(found))
     elif console.quiet:
-        typer.echo(estimate_line(found))
+        typer.echo(line(found))
     else:
-        print_dry_run(found, console)
-
-
-def _plan(experiment: Experiment, device: str, as_json: bool, console: Console) -> None:
-    from prefed.runs.memory_plan import plan_memory
-    from prefed.ui.pages.terminal import plan_line, print_memory_plan
-
-    found = plan_memory(experiment, device)
-    if as_json:
-        print_json(asdict(found))
-    elif console.quiet:
-        typer.echo(plan_line(found))
-    else:
-        print_memory_plan(found, console)
+        tables(found, console)
 
 
 def next_commands(path: Path, selectors: bool, aligned: bool) -> list[str]:
@@ -355,6 +346,7 @@ def _select(cells: list[SweepCell], only: list[str]) -> list[SweepCell]:
 
 
 def align(
+    context: typer.Context,
     run: RunFolder,
     prompts: Annotated[
         str | None,
@@ -374,7 +366,7 @@ def align(
 ) -> None:
     """Align a model with a finished run's selectors, on prompts only."""
     overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
-    words = ["prefed", "align", str(run), *set_words(overrides)]
+    words = ["prefed", "align", str(run), *given_words(context, ("stage", "resume"))]
     with interruptible(words, None, resume=True, kept="finished steps are kept"):
         from prefed.runs.finished_run import read_run
 

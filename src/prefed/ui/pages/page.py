@@ -188,8 +188,7 @@ def _warnings(run: RunRecord) -> list[str]:
 
 def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     titles = round_curves.accuracies(run)
-    cards = [_mean_card(run, name, title) for name, title in titles.items()]
-    cards += [_worst_card(run, name, title) for name, title in titles.items()]
+    cards = [_card(run, name, title, of) for of in ("mean", "worst") for name, title in titles.items()]
     if len(run.clients) >= TENTHS:
         cards += [
             (f"{title}, worst tenth", f"{run.figures[name].values['worst_decile']:.1%}", "")
@@ -201,23 +200,19 @@ def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     return [*cards, ("time", duration(run.summary["seconds"]), length)]
 
 
-def _mean_card(run: RunRecord, name: str, title: str) -> tuple[str, str, str]:
-    figure = run.figures[name].values
-    interval, pairs = interval_of_mean(run, figure), pairs_of(run, figure)
-    notes = [*_before(run, name, "mean", interval), pluralize(run.evaluated, "client", "clients")]
+def _card(run: RunRecord, name: str, title: str, of: str) -> tuple[str, str, str]:
+    """The card of an accuracy's mean over clients or, for ``of`` = ``"worst"``, of the worst client."""
+    figure: Mapping[str, Any] = run.figures[name].values
+    if of == "mean":
+        interval, pairs = interval_of_mean(run, figure), pairs_of(run, figure)
+        whose, who = "mean over clients", pluralize(run.evaluated, "client", "clients")
+    else:
+        who = min(figure["per_client"], key=lambda client: figure["per_client"][client])
+        interval, pairs, whose = interval_of(run, who, figure["worst"]), run.pairs(who), "worst client"
+    notes = [*_before(run, name, of, interval), who]
     if pairs is not None:
         notes.append(pluralize(pairs, "pair", "pairs"))
-    return f"{title}, mean over clients", share(figure["mean"], interval), ", ".join(notes)
-
-
-def _worst_card(run: RunRecord, name: str, title: str) -> tuple[str, str, str]:
-    figure = run.figures[name].values
-    worst = min(figure["per_client"], key=lambda client: figure["per_client"][client])
-    interval, pairs = interval_of(run, worst, figure["worst"]), run.pairs(worst)
-    notes = [*_before(run, name, "worst", interval), worst]
-    if pairs is not None:
-        notes.append(pluralize(pairs, "pair", "pairs"))
-    return f"{title}, worst client", share(figure["worst"], interval), ", ".join(notes)
+    return f"{title}, {whose}", share(figure[of], interval), ", ".join(notes)
 
 
 def _before(run: RunRecord, name: str, of: str, interval: Interval | None) -> list[str]:
