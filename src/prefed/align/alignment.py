@@ -159,10 +159,8 @@ class Alignment:
 
     Attributes:
         folder: created by the first stage.
-        config: the ``[align]`` table.
         seed: of all random draws.
         model: the model to align, and its LoRA.
-        data: the ``[data]`` table.
         max_tokens: tokens per forward pass.
         client_prompts: reads the prompts of clients.
         selectors: loads the selectors.

@@ -224,7 +224,6 @@ class PhaseResult:
     Attributes:
         tensors: all tensors of the model, including those that did not train.
         loss: mean batch loss over the steps, without proximal terms and penalties.
-        steps: number of optimiser steps.
         pairs: number of preference pairs seen, including repeats.
         figures: means over the steps of the objective's metrics, e.g. ``margin``.
         memory: :attr:`Phase.memory` after the last step.

@@ -254,7 +254,6 @@ class Assignment:
     """The client of every row.
 
     Attributes:
-        ids: client ids.
         client: ``int64 [n]``, index into ``ids``; −1 for a row without a client.
         flipped: clients with chosen and rejected swapped.
     """

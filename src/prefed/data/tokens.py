@@ -83,7 +83,6 @@ class TokenSet:
         prompts: ``uint64 [n]``, equal for equal prompts.
         pairs: ``uint64 [n]``, equal for the same prompt with the same two responses.
         categories: ``int32 [n]``, index into ``category_names``, −1 for none.
-        category_names: names of the categories.
         flipped: ``uint8 [n]``, 1 if chosen and rejected are swapped relative to the source.
         orientations: ``uint8 [n]``, 1 if chosen is alphabetically first. Rows with equal ``pairs`` and
             different orientations contradict each other.
@@ -216,7 +215,6 @@ class TokenWriter:
         codes: number of integers that :meth:`add` takes with each record.
 
     Attributes:
-        truncated: number of truncated prompts.
         shortened: number of pairs with a truncated response.
         identical: number of pairs dropped because both responses have the same tokens.
         shortest: smallest ``max_length`` that would fit one more pair; 0 if all fit.

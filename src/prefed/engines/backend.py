@@ -47,7 +47,6 @@ class BackendSettings:
     """Settings of a backend.
 
     Attributes:
-        workers: number of worker processes.
         threads: number of PyTorch threads per process.
         timeout: seconds that a task may take in a worker; 0: no limit.
         address: address of a cluster; ``None``: start one on this machine.

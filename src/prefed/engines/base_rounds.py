@@ -44,8 +44,6 @@ class Tally:
     """Totals of a round.
 
     Attributes:
-        bytes_up: bytes of all uploads.
-        bytes_down: bytes of all downloads.
         communicated: number of tensor elements in the largest upload.
         dropped: ``client``, ``exchange`` and ``reason`` of each upload that was not merged.
         figures: metrics and other fields for the round's record.

@@ -47,7 +47,6 @@ class Diagnostics:
     """Settings of diagnostics.
 
     Attributes:
-        every: number of rounds between diagnoses.
         pairs: pairs per client, in two batches of half of them; ``None``: all training pairs.
         objective: the loss to differentiate.
         batch: batch size of an optimiser step, for ``zeta2``.

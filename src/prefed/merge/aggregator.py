@@ -36,8 +36,6 @@ class Aggregator:
     """Merges uploads into the next model of the server.
 
     Attributes:
-        config: the ``[merge]`` table.
-        layout: layout of the model.
         scaling: s = α / rank of its LoRA, used only by ``fedex`` and ``flora``.
 
     >>> import torch

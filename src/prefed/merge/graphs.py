@@ -101,7 +101,6 @@ class Graph:
     """An undirected graph over the nodes 0 … ``nodes`` − 1.
 
     Attributes:
-        nodes: number of nodes.
         edges: int64 ``[edges, 2]``, sorted and unique, with i < j in each row.
     """
 

@@ -343,7 +343,6 @@ class Topology:
     """The mixing matrix of each round.
 
     Attributes:
-        config: the ``[graph]`` table.
         clients: sorted names of training clients. Row k of a matrix is client k.
         key: ``Key(seed)`` of the run.
 

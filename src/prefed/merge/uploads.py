@@ -26,7 +26,6 @@ class BadUpload(ValueError):  # noqa: N818
     """An upload that must not be merged.
 
     Attributes:
-        client: the client.
         reason: what is wrong with the tensor or scalar.
     """
 

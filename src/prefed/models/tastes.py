@@ -230,7 +230,6 @@ class TasteMap:
     has no effect.
 
     Attributes:
-        embeddings: the input embeddings.
         weight: W.
         bias: b.
     """

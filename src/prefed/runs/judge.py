@@ -46,7 +46,6 @@ class Comparison:
 
     Attributes:
         judge: ``NAME`` or ``NAME:ARGUMENT``, see :data:`~prefed.align.judge.names.ARGUMENTS`.
-        prompts: the file of prompts.
         other: compare with the model of this run.
         reference: compare with the reference answers in this file.
         column: the column of the reference answers.

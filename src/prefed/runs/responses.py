@@ -76,11 +76,8 @@ class ModelSide:
     Attributes:
         name: for display and file names.
         run: determines the format of prompts.
-        backbone: the frozen model.
         tensors: the trained tensors (full layout).
-        identity: identifies the model.
         how: the sampling.
-        seed: of the sampling.
         raw: use prompts unchanged.
         taste: ``[d_z]``, for a model that takes tastes.
         server: generates the responses with the same model, if not ``None``. Its responses are not

@@ -63,7 +63,6 @@ class SweepRun:
     """One run of a sweep.
 
     Attributes:
-        out: the run directory.
         test: also evaluate the finished run on test pairs.
     """
 

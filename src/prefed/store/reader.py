@@ -33,7 +33,6 @@ class RunReader:
         best: read the states after the best round instead of the last.
 
     Attributes:
-        path: the run directory.
         commit: the commit that was read last.
 
     Raises:

@@ -46,9 +46,7 @@ class Problem:
     """A method on a federation of quadratics.
 
     Attributes:
-        kind: the method.
         settings: its settings that differ from their defaults.
-        merge: the ``[merge]`` table.
         size: number of clients; see :func:`~prefed.testing.crowd`.
         rounds: number of rounds of the run.
         seed: seed of model, clients and batches.

@@ -35,7 +35,6 @@ class TrackedRun:
     """The description of a run for a tool.
 
     Attributes:
-        folder: the run directory.
         config: the experiment's tables with all defaults.
         known: the tool's name of the run; ``None`` for a new run.
         first: the first round to be logged.
@@ -54,7 +53,6 @@ class Told:
     """The results of a finished run for a tool.
 
     Attributes:
-        rounds: number of rounds.
         figures: name → metric.
         columns, rows: table of clients' metrics; empty if they are not logged.
         page: an HTML page, or ``None``.

@@ -60,7 +60,6 @@ class Tracking(Callback):
 
     Attributes:
         kinds: name → tool.
-        folder: the run directory.
         config: returns the experiment's tables.
         rounds: returns the records of the committed rounds.
         warn: called with a message if a tool fails.

@@ -131,8 +131,6 @@ class Visit:
 
     Attributes:
         rows: the client's training pairs.
-        key: random key of the visit.
-        ownership: owner of each tensor.
     """
 
     rows: Rows

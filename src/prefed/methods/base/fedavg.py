@@ -100,10 +100,8 @@ class FedAvgBase:
     the method gives each client its own model in addition to the shared one.
 
     Attributes:
-        settings: the settings of the method.
         aggregator: merges uploads.
         rounds: number of rounds of the run.
-        ownership: the owner of each tensor.
         group: name of the group φ in the server state and in messages.
         apart: shared parts of the model that are not in φ, so they neither train nor merge.
     """

@@ -46,8 +46,6 @@ class Terms:
     """Settings of a hub.
 
     Attributes:
-        federation: the federation's name.
-        sites: names of the participating sites.
         wait: seconds to wait for all sites at the start of a run.
         at_least: number of sites that suffices to start a run after ``wait`` seconds (default: all). One
             suffices to resume.

@@ -36,7 +36,6 @@ class Place:
 
     Attributes:
         rank: rank of this peer, from 0.
-        peers: number of peers.
         host: host name of peer 0 as seen by the others; empty under torchrun, which provides the store.
         port: port at which peer 0 runs the store.
         backend: backend that transfers models: ``"gloo"``, or ``"nccl"`` if each peer has its own GPU.
@@ -103,10 +102,6 @@ class Meeting:
     """Context in which all peers of a run are connected.
 
     Entering waits for all peers. Leaving with an error reports it to the others.
-
-    Attributes:
-        place: the place of this peer.
-        watch: heartbeats.
 
     Raises:
         PeerError: (on entering) a peer did not start; (on leaving) a peer failed.

@@ -32,7 +32,6 @@ class PeerRounds(Course):
     so that all can return to their last common round.
 
     Attributes:
-        client: the client of this peer.
         visit_timeout: seconds that a visit, an evaluation or a commit may take; 0: no limit.
     """
 

@@ -39,7 +39,6 @@ class Table:
     """A table.
 
     Attributes:
-        caption: text above the table.
         heads: column headings, starting with the column of names.
         summary: rows below a separator, such as means; the first one is emphasised.
         left: number of last columns that are left-aligned text.

@@ -153,12 +153,10 @@ class Kits:
     """The hub's kits.
 
     Attributes:
-        federation: name of the federation.
         sites: names of the sites that have kits.
         server: folder of the server's kit.
         admin: folder of the kit of the account that opens sessions.
         user: name of that account.
-        organisation: the hub's organisation.
         message_mb: maximum length of an answer in MiB.
     """
 
