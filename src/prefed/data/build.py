@@ -19,14 +19,7 @@ from prefed.core.random_keys import Key
 from prefed.core.text import control_character, did_you_mean, listed
 from prefed.data.choices import ChoiceEncoder
 from prefed.data.config import ByColumn, ByFile, BySource, DataConfig, SelectorConfig, Source
-from prefed.data.dataset import (
-    CLIENTS,
-    FederatedDataset,
-    Findings,
-    RowCounts,
-    read_manifest,
-    similar_names,
-)
+from prefed.data.dataset import CLIENTS, FederatedDataset, Findings, RowCounts, read_manifest, similar_names
 from prefed.data.encoding import Encoder, PolicyEncoder, Template, Tokenizer
 from prefed.data.errors import DataError, DataMismatchError, ErrorCollector, MissingColumnError, RowLocation
 from prefed.data.partition import (
@@ -43,13 +36,7 @@ from prefed.data.partition import (
     split_clients,
 )
 from prefed.data.sources import ReadCounts, read_records, source_digests
-from prefed.data.sources.folders import (
-    data_files,
-    data_stem,
-    is_saved,
-    other_files,
-    saved_home,
-)
+from prefed.data.sources.folders import data_files, data_stem, is_saved, other_files, saved_home
 from prefed.data.tokens import MANIFEST, TokenWriter, tokenizer_digest
 
 

@@ -10,15 +10,7 @@ from pathlib import Path
 from prefed.core import State, files
 from prefed.core.lazy import torch
 from prefed.core.wire import decode_state, encode
-from prefed.store.commit import (
-    Commit,
-    StoreError,
-    client_file,
-    damaged,
-    keep_versions,
-    path_of,
-    read_state,
-)
+from prefed.store.commit import Commit, StoreError, client_file, damaged, keep_versions, path_of, read_state
 
 _SITE, _RECEIPT = "site", "receipt"
 

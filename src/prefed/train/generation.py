@@ -245,12 +245,7 @@ def _usual_attention(backbone: Backbone) -> Iterator[None]:
 
 def _processors(how: Sampling, keys: Sequence[Key]) -> Any:
     """Return logits processors that turn greedy decoding into sampling; none at temperature 0."""
-    from transformers import (
-        LogitsProcessorList,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     processors = LogitsProcessorList()
     if how.temperature:

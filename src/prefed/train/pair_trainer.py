@@ -21,13 +21,7 @@ from prefed.models.adapters import save_adapter
 from prefed.models.backbone import model_digest
 from prefed.models.mixed_rewards import LOGITS
 from prefed.models.trainable_parts import EXAMPLE_COUNT
-from prefed.train.loss_trainer import (
-    SHARED_TRAINING,
-    ChoiceTrainer,
-    LossTrainer,
-    PhaseStart,
-    ThumbTrainer,
-)
+from prefed.train.loss_trainer import SHARED_TRAINING, ChoiceTrainer, LossTrainer, PhaseStart, ThumbTrainer
 from prefed.train.losses import LATENT, MIXED, PPO, reads_thumbs
 from prefed.train.metrics import ChoiceScores, PairScores, ThumbScores
 from prefed.train.optimizer_steps import Visit, first_loss_scale

@@ -7,14 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from prefed.align.judge.questions import (
-    JudgeError,
-    Question,
-    Verdict,
-    blocks,
-    by_score,
-    get_template,
-)
+from prefed.align.judge.questions import JudgeError, Question, Verdict, blocks, by_score, get_template
 from prefed.config.align import JudgeOptions
 from prefed.core import Key
 from prefed.core.text import did_you_mean, listed

@@ -11,15 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from prefed.ui.cli.arguments import (
-    AsJson,
-    MaxNewTokens,
-    PromptColumn,
-    Raw,
-    RoundName,
-    RunFolder,
-    Temperature,
-)
+from prefed.ui.cli.arguments import AsJson, MaxNewTokens, PromptColumn, Raw, RoundName, RunFolder, Temperature
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, terminable, usage
 from prefed.ui.cli.output import print_json, progress_console
 

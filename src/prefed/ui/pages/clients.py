@@ -9,17 +9,7 @@ import numpy as np
 from prefed.runs.finished_run import RunRecord
 from prefed.runs.metrics import Profile
 from prefed.train.metrics import spread
-from prefed.ui.pages.chart_data import (
-    BARS,
-    Axis,
-    Cells,
-    Chart,
-    Line,
-    Look,
-    Panel,
-    bars_of,
-    distributions_of,
-)
+from prefed.ui.pages.chart_data import BARS, Axis, Cells, Chart, Line, Look, Panel, bars_of, distributions_of
 from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean
 from prefed.ui.pages.tables import ROWS, SPREAD, Table, cell, unseen_table
 
