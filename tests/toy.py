@@ -438,28 +438,3 @@ def left(path: Path) -> dict[str, Any]:
 def records(path: Path) -> list[dict[str, Any]]:
     """The log of a run's rounds."""
     return [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-
-
-class ConsensusFactors(NamedTuple):
-    """Factors of the steady-state consensus error (1/N) Σ‖θ_i − θ̄‖², before and after mixing.
-
-    They are means over placements of clients on nodes, for plain gradient descent with small steps η. Errors
-    due to heterogeneity have the prefactor η² κ² / (N − 1) with κ² = mean ‖∇F_i − ∇F‖², those due to noise
-    η² / N times the variance of a client gradient.
-    """
-
-    heterogeneity_before: float  # Σ_{k≥2} 1/(1 − λ_k)²
-    heterogeneity_after: float  # Σ λ²/(1 − λ)²
-    noise_before: float  # Σ 1/(1 − λ²)
-    noise_after: float  # Σ λ²/(1 − λ²)
-
-
-def consensus_factors(matrix: Any) -> ConsensusFactors:
-    """The factors for a connected W."""
-    others = np.linalg.eigvalsh(matrix.toarray())[:-1]
-    # For the complete graph, the decomposition gives ±1e-17 instead of 0.
-    others = np.where(abs(others) < 1e-12, 0.0, others)
-    different, noisy, square = 1.0 / (1.0 - others) ** 2, 1.0 / (1.0 - others**2), others**2
-    return ConsensusFactors(
-        *(float(terms.sum()) for terms in (different, square * different, noisy, square * noisy))
-    )

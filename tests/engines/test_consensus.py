@@ -16,6 +16,7 @@ from prefed.core.wire import encode
 from prefed.engines import Job, NeighbourRounds
 from prefed.merge import Aggregator, MergeConfig
 from prefed.merge.graphs import GraphConfig
+from prefed.merge.mixing import consensus_factors
 from prefed.methods import METHODS
 from prefed.store import RunWriter
 from prefed.testing import Quadratic, QuadraticTrainer
@@ -57,7 +58,7 @@ def resting(path, graph, targets, rate, rounds):
         NeighbourRounds(job, writer, backend, toy.Callback()).run()
     told = [json.loads(text) for text in (path / "rounds.jsonl").read_text().splitlines()][-5:]
     errors = (fmean(record[f"consensus_{when}"] for record in told) for when in ("before", "after"))
-    return *errors, toy.consensus_factors(job.topology.matrix(1))
+    return *errors, consensus_factors(job.topology.matrix(1))
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

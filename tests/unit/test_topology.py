@@ -14,6 +14,7 @@ from prefed.merge.graphs import Graph, GraphConfig, draw_graph, draw_matching, r
 from prefed.merge.mixing import (
     Topology,
     check_mixing,
+    consensus_factors,
     fail_edges,
     matrix_graph,
     mixing_matrix,
@@ -22,7 +23,6 @@ from prefed.merge.mixing import (
     rho,
     rho_of_sequence,
 )
-from toy import consensus_factors
 
 FIVE = ("a", "b", "c", "d", "e")
 NAMES = ("star", "path", "ring", "complete")

@@ -227,6 +227,43 @@ def rho_of_sequence(matrices: Iterable[Matrix]) -> float:
     return math.sqrt(rho(total / count))
 
 
+@dataclass(frozen=True)
+class ConsensusFactors:
+    """Factors of the steady-state consensus error, before and after mixing.
+
+    They are means over placements of clients on nodes, for plain gradient descent with small steps η. Errors
+    due to heterogeneity have the prefactor η² κ² / (N − 1) with κ² = mean ‖∇F_i − ∇F‖², those due to noise
+    η² / N times the variance of a client gradient.
+
+    Attributes:
+        heterogeneity_before: Σ_{k≥2} 1/(1 − λ_k)².
+        heterogeneity_after: Σ λ²/(1 − λ)².
+        noise_before: Σ 1/(1 − λ²).
+        noise_after: Σ λ²/(1 − λ²).
+    """
+
+    heterogeneity_before: float
+    heterogeneity_after: float
+    noise_before: float
+    noise_after: float
+
+
+def consensus_factors(matrix: Matrix) -> ConsensusFactors:
+    """Return the factors of the consensus error (1/N) Σ‖θ_i − θ̄‖² for a connected W, in O(N³).
+
+    >>> consensus_factors(mixing_matrix(Graph.of(3, [(0, 1), (1, 2), (0, 2)]))).noise_before
+    2.0
+    """
+    others = np.linalg.eigvalsh(matrix.toarray())[:-1]
+    # For the complete graph, the decomposition gives ±1e-17 instead of 0.
+    others = np.where(abs(others) < 1e-12, 0.0, others)
+    different, noisy = 1.0 / (1.0 - others) ** 2, 1.0 / (1.0 - others**2)
+    square = others**2
+    return ConsensusFactors(
+        *(float(terms.sum()) for terms in (different, square * different, noisy, square * noisy))
+    )
+
+
 _MEMORY = 1 << 26
 """Bytes of numbers in memory at a time."""
 
@@ -343,6 +380,7 @@ class Topology:
     """The mixing matrix of each round.
 
     Attributes:
+        config: the ``[graph]`` table.
         clients: sorted names of training clients. Row k of a matrix is client k.
         key: ``Key(seed)`` of the run.
 
