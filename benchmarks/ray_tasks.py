@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from prefed.core import (
 )
 from prefed.core.wire import encode
 from prefed.engines import BACKENDS, BackendSettings, Job, JobFactory, Task
+from prefed.engines.tasks import MemoryStates
 
 
 @dataclass(frozen=True)
@@ -101,26 +101,6 @@ def build(megabytes: str) -> Job:
     return Job(trainers, method, seed=0, rounds=1)
 
 
-class InMemory:
-    """The store of private states, in memory, so that no disk is measured."""
-
-    def __init__(self) -> None:
-        self.state: bytes | None = None
-        self.next: bytes | None = None
-
-    def read(self, client: str) -> bytes | None:
-        """The state of the only client."""
-        return self.state
-
-    def stage(self, client: str, state: bytes) -> None:
-        """Its next one."""
-        self.next = state
-
-    def accept(self, clients: Iterable[str]) -> None:
-        """The next one counts."""
-        self.state = self.next
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -138,7 +118,7 @@ def main() -> None:
     message = encode(exchange.send(server, "one", job.round(1)))
     print(f"{args.tasks} tasks, messages of {len(message) / 1e6:.2f} MB, threads 1, one worker")
     for name in ("in_process", "processes", "ray"):
-        states = InMemory()
+        states = MemoryStates()
         start = time.perf_counter()
         with BACKENDS[name](job, JobFactory("ray_tasks:build", text), states, BackendSettings(1)) as backend:
 

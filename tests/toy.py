@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from prefed.core import (
 from prefed.core.wire import encode
 from prefed.engines import BACKENDS, BackendSettings, InProcess, Job, JobFactory, ServerRounds
 from prefed.engines.stopping import Stopping
+from prefed.engines.tasks import MemoryStates as MemoryStates
 from prefed.merge import Aggregator, BadUpload, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunWriter
@@ -105,24 +106,6 @@ class Scores:
     @property
     def baseline(self) -> np.ndarray:
         return np.repeat(self.reference[:, :1] - self.reference[:, 1:], 2, axis=1)
-
-
-class MemoryStates:
-    """Clients' private states in memory."""
-
-    def __init__(self, states: Mapping[str, bytes] | None = None) -> None:
-        self.states = dict(states or {})
-        self.staged: dict[str, bytes] = {}
-
-    def read(self, client: str) -> bytes | None:
-        return self.states.get(client)
-
-    def stage(self, client: str, state: bytes) -> None:
-        self.staged[client] = state
-
-    def accept(self, clients: Iterable[str]) -> None:
-        self.states |= {client: self.staged[client] for client in clients if client in self.staged}
-        self.staged = {}
 
 
 class ToyTrainers:

@@ -10,8 +10,7 @@ from federating import Within
 from prefed.core import Callback
 from prefed.core.wire import encode
 from prefed.engines import InProcess
-from prefed.engines.backends.worker_pool import StateOfTask
-from prefed.engines.tasks import Task, run_task
+from prefed.engines.tasks import MemoryStates, Task, run_task
 from prefed.engines.validation import longest_answer
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.transport import TooLongError
@@ -30,12 +29,13 @@ class ToySite:
     def answer(self, request):
         header, body = unpack(request)
         fields = {name: header[name] for name in ("kind", "client", "round", "exchange", "asked")}
-        states = StateOfTask(self.kept.get(header["receipt"]))
+        kept, client = self.kept.get(header["receipt"]), header["client"]
+        states = MemoryStates({} if kept is None else {client: kept})
         result = run_task(self.job, Task(message=body, **fields), states)
         receipt = header["receipt"]
-        if states.next is not None:
+        if client in states.staged:
             receipt = f"{header['round']:06d}-{len(self.kept):032x}"
-            self.kept[receipt] = states.next
+            self.kept[receipt] = states.staged[client]
         told = {"withheld": result.withheld, "asked": result.asked}
         answer = pack(result.message, client=result.client, receipt=receipt, **told)
         return self.forge(header["round"], answer) if header["exchange"] == "train" else answer
@@ -117,7 +117,7 @@ def test_the_longest_answer_is_just_long_enough(exchange):
         else encode(whole.method.publish(server, BAD))
     )
     task = Task("visit" if exchange else "evaluate", BAD, 2, exchange, download)
-    length = len(run_task(whole, task, StateOfTask(None)).message)
+    length = len(run_task(whole, task, MemoryStates()).message)
     most = longest_answer(whole, BAD, exchange, 2)
     assert length <= most <= length + 4096
 

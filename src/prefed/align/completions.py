@@ -42,16 +42,7 @@ def endpoint_of(
     Raises:
         JudgeError: as :class:`~prefed.align.judge.endpoint.Endpoint`.
     """
-    return Endpoint(
-        config.model,
-        config.url,
-        config.key_variable,
-        timeout=config.timeout,
-        parallel=config.parallel,
-        setting=setting,
-        prefix=prefix,
-        url_setting=url_setting,
-    )
+    return Endpoint(config.model, config, setting=setting, prefix=prefix, url_setting=url_setting)
 
 
 def _from_endpoint(

@@ -35,6 +35,27 @@ class ClientStates(Protocol):
         """Make the staged states of ``clients`` current, and drop all other staged states."""
 
 
+@dataclass
+class MemoryStates:
+    """Clients' private states in memory, and those that are staged."""
+
+    states: dict[str, bytes] = field(default_factory=dict)
+    staged: dict[str, bytes] = field(default_factory=dict)
+
+    def read(self, client: str) -> bytes | None:
+        """Return a client's current state."""
+        return self.states.get(client)
+
+    def stage(self, client: str, state: bytes) -> None:
+        """Keep a client's next state."""
+        self.staged[client] = state
+
+    def accept(self, clients: Iterable[str]) -> None:
+        """Make the staged states of ``clients`` current, and drop the others."""
+        self.states |= {client: self.staged[client] for client in clients if client in self.staged}
+        self.staged = {}
+
+
 @dataclass(frozen=True)
 class Task:
     """A request to a client.

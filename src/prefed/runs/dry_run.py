@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from prefed.core.wire import encode
 from prefed.engines import InProcess, Job, RoundError, Task, TaskResult, TrainerFactory, check_backend
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE
+from prefed.engines.tasks import MemoryStates
 from prefed.engines.validation import read_upload
 from prefed.merge.mixing import matrix_graph
 from prefed.runs.build import build_job
@@ -155,20 +156,6 @@ class _TrialTrainers:
         return self._meter.call(("score", client), measure)
 
 
-class _StatesInMemory:
-    def __init__(self) -> None:
-        self.states: dict[str, bytes] = {}
-
-    def read(self, client: str) -> bytes | None:
-        return self.states.get(client)
-
-    def stage(self, client: str, state: bytes) -> None:
-        self.states[client] = state
-
-    def accept(self, clients: Iterable[str]) -> None:
-        pass
-
-
 class Trial:
     """Runs single tasks of a job on a few steps and pairs, to time them."""
 
@@ -176,7 +163,7 @@ class Trial:
         self.meter, self._threads = Meter(), threads
         trainers = _TrialTrainers(cast("PairTrainerFactory", job.trainers), self.meter)
         self._job = replace(job, trainers=cast("TrainerFactory", trainers))
-        self._stored = _StatesInMemory()
+        self._stored = MemoryStates()
 
     @property
     def private_bytes(self) -> int:
@@ -188,6 +175,7 @@ class Trial:
         spent, whole = self.meter.spent, self.meter.whole
         with InProcess(self._job, self._stored, self._threads) as backend:
             seconds, (result,) = clocked(lambda: list(backend.run([task])))
+            backend.accept([task.client])
         return seconds - (self.meter.spent - spent) + (self.meter.whole - whole), result
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from prefed.align.judge.questions import JudgeError, Question, Verdict, get_template
-from prefed.config.align import OPENAI_KEY, URL, JudgeOptions
+from prefed.config.align import OPENAI_KEY, URL, EndpointConfig, JudgeOptions
 from prefed.core.text import printable
 from prefed.data import Prompt, Template
 from prefed.train.generation import Sampling
@@ -44,13 +44,11 @@ class Endpoint:
     The ``openai`` package repeats requests after time-outs, too many requests (429) and server errors, and
     respects ``Retry-After`` up to two minutes.
 
+    The key is only sent to the server; ``OPENAI_API_KEY`` only if that is OpenAI's, or on this machine.
+
     Args:
         model: the name of the model at the endpoint.
-        url: base URL, up to and including ``/v1``.
-        key_variable: environment variable with the key, which is only sent to the server; ``OPENAI_API_KEY``
-            only if that is OpenAI's, or on this machine.
-        timeout: seconds to wait for an answer.
-        parallel: concurrent requests.
+        config: URL, key, time-out and number of concurrent requests.
         setting: the setting that names the endpoint, for messages.
         prefix: start of the names of the other settings, for messages.
         url_setting: the setting with the URL, for messages; defaults to ``url`` after ``prefix``.
@@ -63,15 +61,13 @@ class Endpoint:
     def __init__(
         self,
         model: str,
-        url: str,
-        key_variable: str,
+        config: EndpointConfig | JudgeOptions,
         *,
-        timeout: float,
-        parallel: int,
         setting: str,
         prefix: str,
         url_setting: str = "",
     ) -> None:
+        url, key_variable, timeout = config.url, config.key_variable, config.timeout
         self._prefix, self._url_setting = prefix, url_setting or f"{prefix}url"
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
@@ -100,7 +96,7 @@ class Endpoint:
                 "character or a non-ASCII letter; copy the key again"
             )
         self._model, self._url, self._key = model, url, key
-        self._parallel, self._timeout = parallel, timeout
+        self._parallel, self._timeout = config.parallel, timeout
         self._other_names: dict[str, str | None] = {}
         # A redirected request would carry prompts to a server that the user did not name.
         hooks: dict[str, list[Callable[..., Any]]] = {"response": [self._read]}
@@ -335,15 +331,7 @@ class EndpointJudge:
 
     def __init__(self, model: str, options: JudgeOptions) -> None:
         self._template = get_template(options.template, options.prefix)
-        self._endpoint = Endpoint(
-            model,
-            options.url,
-            options.key_variable,
-            timeout=options.timeout,
-            parallel=options.parallel,
-            setting="the judge at an endpoint",
-            prefix=options.prefix,
-        )
+        self._endpoint = Endpoint(model, options, setting="the judge at an endpoint", prefix=options.prefix)
         self.identity: Mapping[str, Any] = {
             "model": model,
             "url": options.url,

@@ -24,7 +24,7 @@ import torch
 
 from prefed.core.text import is_ours
 from prefed.engines.backend import Backend, BackendSettings, JobFactory, peak_memory_mb
-from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
+from prefed.engines.tasks import ClientStates, MemoryStates, Task, TaskResult, run_task
 
 _log = logging.getLogger("prefed")
 
@@ -257,9 +257,9 @@ class TaskServer:
 
     def do(self, state: bytes | None, **task: Any) -> dict[str, Any]:
         """Run a task; return the fields of its result, and ``state``: the client's next state or ``None``."""
-        states = StateOfTask(state)
+        states = MemoryStates({task["client"]: state} if state is not None else {})
         result = run_task(self.job, Task(**task), states)
-        return {**vars(result), "state": states.next}
+        return {**vars(result), "state": states.staged.get(task["client"])}
 
 
 def answer_of(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -270,22 +270,3 @@ def answer_of(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if is_ours(error) and not os.environ.get("PREFED_TRACEBACK"):
             return {"error": f"a worker process failed: {error}", "trace": ""}
         return {"error": "a worker process failed", "trace": traceback.format_exc()}
-
-
-class StateOfTask:
-    """A store with only the private state of one task, before and after it."""
-
-    def __init__(self, state: bytes | None) -> None:
-        self._state = state
-        self.next: bytes | None = None
-
-    def read(self, client: str) -> bytes | None:
-        """Return the state that came with the task."""
-        return self._state
-
-    def stage(self, client: str, state: bytes) -> None:
-        """Keep the next state."""
-        self.next = state
-
-    def accept(self, clients: Iterable[str]) -> None:
-        """Do nothing: states are accepted in the store of the main process."""
