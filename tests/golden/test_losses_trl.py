@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prefed.train.losses import OBJECTIVES, PairBatch
 
-trl = pytest.importorskip("trl", minversion="1.16")
+trl = pytest.importorskip("trl")
 
 SIZE, LENGTH, PROMPT = 6, 9, 2
 ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda x: x, gather=lambda x: x)
