@@ -107,8 +107,13 @@ def llama() -> Any:
     )
 
 
-def kept() -> None:
-    """Print what two pairs keep for the backward pass, by their length, with the default LoRA."""
+def kept(quantize: str | None) -> None:
+    """Print what two pairs keep for the backward pass, by their length, with the default LoRA.
+
+    Args:
+        quantize: 4-bit format of the frozen weights, if any.
+    """
+    common = {"dtype": "bfloat16", "lora": {}, "quantize": quantize}
     print("| tokens of a pair | kept, GiB | and total | with checkpointing | and total |")
     print("|---|---|---|---|---|")
     for count in (1500, 2048, 4096, 8192):
@@ -116,7 +121,7 @@ def kept() -> None:
         pairs = [(count - 2 * third, third, third)] * 2
         cells = [f"{count:,}"]
         for recompute in (False, True):
-            model = planned(llama(), pairs, dtype="bfloat16", checkpointing=recompute, lora={})
+            model = planned(llama(), pairs, checkpointing=recompute, **common)
             step = model.step(np.arange(2))
             cells += [f"{step.kept / 2**30:.2f}", f"{step.total / 2**30:.1f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
@@ -127,12 +132,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kept", action="store_true", help="Llama 3's shape of 8 B, by length")
+    parser.add_argument("--quantize", choices=("nf4", "fp4"), help="with --kept: 4-bit weights")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measured(*args.one)))
     elif args.kept:
-        kept()
+        kept(args.quantize)
     else:
         compare()
 

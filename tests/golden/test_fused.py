@@ -61,11 +61,14 @@ def _with(norm: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
     return norm
 
 
+@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("again", [True, False])
-def test_dropout_keeps_its_input_and_repeats_its_draw(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle is PyTorch's dropout and autograd, from the same random state and in float64. Saved are no
-    numbers as large as the input except the input itself, so modules that share it keep it once, and on a
-    CPU the mask."""
+def test_dropout_keeps_its_input_and_repeats_its_draw(
+    again: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With frozen weights, and without, as over 4-bit weights. The oracle is PyTorch's dropout and autograd,
+    from the same random state and in float64. Saved are no numbers as large as the input except the input
+    itself, so modules that share it keep it once, and on a CPU the mask."""
     monkeypatch.setattr(fused_lora, "redraws", lambda x: again)
     torch.manual_seed(0)
     x = torch.randn(2, 20, 24, dtype=torch.float64, requires_grad=True)
@@ -78,11 +81,11 @@ def test_dropout_keeps_its_input_and_repeats_its_draw(again: bool, monkeypatch: 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = lora_linear(x, weight, None, a, b, 0.5, dropout=0.3)
+        y = lora_linear(x, weight if frozen else None, None, a, b, 0.5, dropout=0.3)
     torch.manual_seed(1)
     got = torch.autograd.grad(y, (x, a), up)
     torch.set_rng_state(state)
-    plain = x @ weight.t() + 0.5 * (torch.nn.functional.dropout(x, 0.3) @ a.t()) @ b.t()
+    plain = frozen * (x @ weight.t()) + 0.5 * (torch.nn.functional.dropout(x, 0.3) @ a.t()) @ b.t()
     want = torch.autograd.grad(plain, (x, a), up)
     torch.testing.assert_close(y, plain)
     torch.testing.assert_close(got, want)

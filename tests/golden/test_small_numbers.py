@@ -12,7 +12,15 @@ from tests.small_models import Pair, Pairs, away, backbone, causal
 from torch._subclasses import FakeTensorMode
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
-from prefed.models import ModelConfig, ModelError, load_causal, make_backbone, pretrained, save_merged
+from prefed.models import (
+    ModelConfig,
+    ModelError,
+    fused_lora,
+    load_causal,
+    make_backbone,
+    pretrained,
+    save_merged,
+)
 from prefed.models import backbone as backbones
 from prefed.train import PairTrainer, logprobs, optimizer_steps
 from prefed.train.logprobs import token_logprobs, token_terms
@@ -306,3 +314,29 @@ def test_four_bits_give_the_gradient_of_the_weights_that_they_stand_for(
     assert apart(gradient(make_backbone(causal(family), None, plain, Key(1)), start=start)[0], want) > 0.02
     with pytest.raises(ModelError, match="cannot be merged into 4-bit weights; export the adapter"):
         save_merged(quantized, start, tmp_path / "merged")
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_four_bits_keep_nothing_for_dropout(tmp_path, monkeypatch, family: str) -> None:
+    """Where a draw is repeated, as on a GPU, a step keeps as many bytes for its backward pass with dropout as
+    without; and with the same draw it returns the same gradient."""
+    causal(family).save_pretrained(tmp_path)
+    monkeypatch.setattr(fused_lora, "redraws", lambda x: True)
+    kept, found = [], []
+    for dropout in (0.0, 0.3, 0.3):
+        lora = {"rank": 3, "dropout": dropout}
+        config = ModelConfig(name=str(tmp_path), quantize="nf4", device="cpu", lora=lora)
+        model = make_backbone(load_causal(config), None, config, Key(1))
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found.append(gradient(model, start=away(model.layout, model.initial))[0])
+        kept.append(sum(storage.nbytes() for storage in saved.values()))
+    assert kept[1] == kept[0]
+    assert apart(found[1], found[0]) > 0.02
+    assert apart(found[2], found[1]) == 0

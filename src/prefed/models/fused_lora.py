@@ -11,6 +11,9 @@ from torch import nn
 
 from prefed.models.matmul import matmul
 
+_FOUR_BITS = "Linear4bit"
+"""PEFT's class of LoRA layers over 4-bit weights."""
+
 
 class Dropout:
     """A draw of dropout, which the backward pass can repeat.
@@ -52,7 +55,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """y = x Wᵀ + b + s (z Aᵀ) Bᵀ with a frozen W, in one pass over y; z is x, or x after dropout.
+    """y = x Wᵀ + b + s (z Aᵀ) Bᵀ with a frozen W or none, in one pass over y; z is x, or x after dropout.
 
     Products with a factor have the rank as rows, a fast shape for BLAS. z is not kept: layers that read the
     same x, such as projections to queries, keys and values, keep it once.
@@ -62,14 +65,14 @@ class _LoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         a: torch.Tensor,
         b: torch.Tensor,
         scale: float,
         dropout: Dropout | None,
     ) -> torch.Tensor:
-        y = matmul(x, weight.t(), bias)
+        y = x.new_zeros(len(x), len(b)) if weight is None else matmul(x, weight.t(), bias)
         a, bt = a.to(x.dtype), b.t().to(x.dtype).contiguous()
         mask = None if dropout is None else dropout.mask(x)
         z = x if mask is None else mask * x
@@ -89,7 +92,7 @@ class _LoraLinear(torch.autograd.Function):
         du = (dy @ bt.t()).mul_(ctx.scale) if need_a or need_x else None
         dx = da = db = None
         if need_x and du is not None:
-            dx = matmul(dy, weight)
+            dx = torch.zeros_like(x) if weight is None else matmul(dy, weight)
             if mask is None:
                 dx.addmm_(du, a)
             else:
@@ -103,7 +106,7 @@ class _LoraLinear(torch.autograd.Function):
 
 def lora_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -114,7 +117,7 @@ def lora_linear(
 
     Args:
         x: ``[..., in]``.
-        weight: ``[out, in]``, frozen.
+        weight: ``[out, in]``, frozen; ``None`` for the adapter only.
         bias: ``[out]`` or ``None``, frozen.
         a: factor A, ``[rank, in]``.
         b: factor B, ``[out, rank]``.
@@ -159,10 +162,13 @@ def lora_factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if layer.disable_adapters or layer.merged or args or kwargs:
         return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
-    base = layer.base_layer
-    weight = base.weight if isinstance(base, nn.Linear) else base.weight.t()
+    base, options = layer.base_layer, (layer.scaling["default"], dropout_of(layer))
     a, b = lora_factors(layer)
-    return lora_linear(x, weight, base.bias, a, b, layer.scaling["default"], dropout_of(layer))
+    if type(layer).__name__ == _FOUR_BITS:
+        # The product with 4-bit weights keeps no input.
+        return base(x) + lora_linear(x, None, None, a, b, *options)  # type: ignore[no-any-return]
+    weight = base.weight if isinstance(base, nn.Linear) else base.weight.t()
+    return lora_linear(x, weight, base.bias, a, b, *options)
 
 
 def fuse_lora(layer: Any) -> None:
@@ -209,7 +215,7 @@ def fuse(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child).__name__ == "NewGELUActivation":
                 setattr(module, name, nn.GELU(approximate="tanh"))
-        if hasattr(module, "lora_A") and type(module).__name__ == "Linear":
+        if hasattr(module, "lora_A") and type(module).__name__ in ("Linear", _FOUR_BITS):
             fuse_lora(module)
         eps = getattr(module, "variance_epsilon", None)
         plain = type(module).__name__ in {"LlamaRMSNorm", "Qwen2RMSNorm", "MistralRMSNorm", "Qwen3RMSNorm"}

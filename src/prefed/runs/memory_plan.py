@@ -29,7 +29,6 @@ from prefed.methods import TrainingSettings
 from prefed.models import ModelConfig, ModelError
 from prefed.models.backbone import adapted, with_parts
 from prefed.models.pretrained import checkpoint_config, with_dtype
-from prefed.models.trainable_parts import lora_layers
 from prefed.runs.build import build_data
 from prefed.train.packed import PackedForward, Packing
 from prefed.train.padded import pad
@@ -180,9 +179,6 @@ class PlannedModel:
             wrapped = adapted(model, config, needs).eval()
             self.backbone = with_parts(wrapped, None, config, Key(0), needs, META)
         self._four_bits = config.quantize is not None
-        if self._four_bits:
-            for _, _, layer in lora_layers(self.backbone.causal):
-                vars(layer).pop("forward", None)  # 4-bit layers have PEFT's forward
         self.backbone.train_only(self.backbone.layout.names)
         self.pairs = PairModel(self.backbone, tokens, max_tokens=max_tokens, fast=config.fast)
         self._slots, self._clients = slots, clients
