@@ -3,8 +3,8 @@
 #
 #   scripts/wheelhouse.sh FOLDER [EXTRA]     # EXTRA: site (the default), hub, research, all
 #
-# It holds the wheels with a file of their hashes, the documentation, an SBOM (CycloneDX), checksums, and
-# install.sh, which verifies and installs. It suits the Python and the platform that it was made with.
+# It holds the wheels with a file of their hashes, the documentation, the files of deploy/, an SBOM (CycloneDX),
+# checksums, and install.sh, which verifies and installs. It suits the Python and the platform that it was made with.
 #
 # PYTHON  the interpreter (default: python3)
 # TORCH   the PyTorch to hold (default: the tested version), e.g. a CPU build's wheel
@@ -38,7 +38,7 @@ python -m build --wheel --outdir "$work" "$here" >"$work/log" 2>&1 || {
 }
 
 # Downloaded at the versions of the lock, built where a package has no wheel, then compared with its hashes.
-sed -n 's/^\([A-Za-z0-9._-]*==[^ ]*\).*/\1/p' "$here/lock.txt" >"$work/versions.txt"
+sed -n 's/ \\$//; /^[A-Za-z0-9].*==/p' "$here/lock.txt" >"$work/versions.txt"
 pip install wheel setuptools
 mkdir "$work/files"
 pip download --no-build-isolation --dest "$work/files" --constraint "$work/versions.txt" "$torch" \
@@ -72,6 +72,7 @@ for wheel in sorted((folder / "wheels").iterdir()):
 (folder / "python").write_text("%d.%d\n" % sys.version_info[:2])
 PYTHON
 cp "$here/scripts/wheelhouse-install.sh" "$out/install.sh"
+cp -r "$here/deploy" "$out"
 (cd "$here" && NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir "$out/docs")
 
 sums() { (cd "$out" && find . -type f ! -name SHA256SUMS -print0 | sort -z | xargs -0 sha256sum >SHA256SUMS); }

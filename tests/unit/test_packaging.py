@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from prefed.data import DataError
@@ -216,3 +219,20 @@ def test_the_sbom_names_the_wheel_of_each_package() -> None:
         complete(sbom(name="dm-tree", licenses=[]), requirements)
     with pytest.raises(SystemExit, match="pip is installed but not in requirements"):
         complete(sbom(name="pip"), requirements)
+
+
+def test_a_wheelhouse_is_constrained_to_one_version_of_each_package() -> None:
+    """The lock has some packages in two versions, for different Pythons: without markers, both would hold."""
+    script = (ROOT / "scripts" / "wheelhouse.sh").read_text("utf-8")
+    expression = re.findall(r"sed -n '(.*)' \"\$here/lock.txt\"", script)[0]
+    lines = subprocess.run(
+        ["sed", "-n", expression, ROOT / "lock.txt"], capture_output=True, check=True, text=True
+    )
+    constraints = [Requirement(line) for line in lines.stdout.splitlines()]
+    twice = Counter(constraint.name for constraint in constraints)
+    assert max(twice.values()) == 2
+    for python in ("3.11", "3.12", "3.13", "3.14"):
+        here = {"python_version": python, "python_full_version": f"{python}.1"}
+        held = [each.name for each in constraints if each.marker is None or each.marker.evaluate(here)]
+        assert len(held) == len(set(held))
+        assert {name for name in twice if twice[name] == 2} <= set(held)
