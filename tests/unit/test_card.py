@@ -1,8 +1,10 @@
 """A model card over a run's record that somebody else wrote."""
 
+import json
 import re
 
 import pytest
+from markdown_it import MarkdownIt
 
 from finished import write_run
 from prefed.models import ModelConfig
@@ -13,10 +15,10 @@ from prefed.ui.pages.card import model_card
 EVIL = "x\n---\n\n# Evil"
 
 
-def card(folder, **summary):
+def card(folder, licence=EVIL, **summary):
     base = folder / "base"
     base.mkdir()
-    (base / "README.md").write_text(f"---\nlicense: {EVIL!r}\n---\n".replace("'", '"'))
+    (base / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n")
     run = read_run(write_run(folder / "run", **summary))
     model = ModelConfig.model_validate({"name": str(base), "lora": {"rank": 1}})
     return model_card(
@@ -28,6 +30,35 @@ def test_what_a_record_holds_adds_no_line(tmp_path):
     text = card(tmp_path, method=EVIL, versions={"torch": EVIL})
     assert "\n# Evil" not in text
     assert text.count(r"x\n---\n\n# Evil") == 5
+
+
+HOSTILE = "<img src=x onerror=alert(1)> [a](http://eve) ![b](http://eve) `c` | <script>d</script>"
+
+
+def tree(text):
+    """The elements of a card as GitHub's Markdown makes them, with their links."""
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text)
+    for token in tokens:
+        yield token.type, token.attrs
+        yield from ((child.type, child.attrs) for child in token.children or ())
+
+
+def test_what_a_record_holds_is_neither_html_nor_a_link_nor_a_cell(tmp_path):
+    """Each place of the record holds the hostile text in one card and a word in the other: both have the same
+    elements. The control: Markdown makes a link, an image, code and HTML of the text where it is not escaped.
+    """
+    cards = []
+    for name, text in (("a", HOSTILE), ("b", "word")):
+        origin = {"method": {"title": text, "source": text}}
+        (tmp_path / name).mkdir()
+        settings = {"method": {"name": text, "lr": 0.1, text: text}}
+        promise = {**PROMISE, "epsilon": 1.0, "adjacency": text, "bound": text}
+        summary = {"versions": {"torch": text}, "split": text, "origin": origin, "privacy": promise}
+        cards.append(card(tmp_path / name, text, settings=settings, method=text, **summary))
+    assert cards[0].count("alert(1)") >= 10
+    body = [text.split("\n---\n", 1)[1] for text in cards]
+    assert list(tree(body[0])) == list(tree(body[1]))
+    assert {"link_open", "image", "code_inline", "html_inline"} <= {kind for kind, _ in tree(f"x {HOSTILE}")}
 
 
 PROMISE = {

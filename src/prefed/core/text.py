@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import html
 import json
 import logging
 import re
@@ -59,6 +60,15 @@ def printable_json(content: Any) -> str:
     """
     lines = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False).split("\n")
     return "\n".join(_CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in lines)
+
+
+def markdown_text(text: str) -> str:
+    r"""Escape ``text`` for Markdown: one line, without links, images, code, HTML or table cells.
+
+    >>> print(markdown_text("a|b ![x](http://eve) <b>\x1b"))
+    a\|b !\[x\](http://eve) &lt;b&gt;\x1b
+    """
+    return printable(re.sub(r"([\\`*\[\]|])", r"\\\1", html.escape(text, quote=False)))
 
 
 def safe_cell(text: str) -> str:

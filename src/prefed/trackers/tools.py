@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
 import json
 import os
-import re
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +18,7 @@ from typing import Any, ClassVar
 
 from prefed.core.plugins import Registry
 from prefed.core.strict_settings import flatten
-from prefed.core.text import safe_cell
+from prefed.core.text import markdown_text, safe_cell
 
 PAGE = "report.html"
 """File name of the page in a tool."""
@@ -217,17 +215,11 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str | float | None]
     | client | test_accuracy |
     | --- | --- |
     | a\|b | 0.25 |
-    | \!\[x\]\(http://eve\) |  |
+    | !\[x\](http://eve) |  |
     """
-    named = [[_cell(value) for value in row] for row in rows]
+    named = [["" if value is None else markdown_text(str(value)) for value in row] for row in rows]
     cells = [columns, ["---"] * len(columns), *named]
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
-
-
-def _cell(value: str | float | None) -> str:
-    if isinstance(value, str):
-        return re.sub(r"([\\`*_\[\]()!|])", r"\\\1", html.escape(value, quote=False))
-    return "" if value is None else str(value)
 
 
 class Trackio(Tracker):

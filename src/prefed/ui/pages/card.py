@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from prefed.core.strict_settings import flatten
-from prefed.core.text import pluralize, printable, printable_lines, size
+from prefed.core.text import markdown_text, pluralize, printable_lines, size
 from prefed.runs.align import stored_settings
 from prefed.runs.export import Export
 from prefed.runs.finished_run import RunError, RunRecord, alignment_of
@@ -94,26 +96,26 @@ def model_card(
         model_name=(repo or run.name).rpartition("/")[2],
         eval_results=content.pop("results"),
     )
-    kind, method = described_method(run) or {}, printable(run.method)
-    source = printable(kind.get("source", "not a method of this version"))
+    kind, method = described_method(run) or {}, run.method
+    source = kind.get("source", "not a method of this version")
     text = (
-        make_environment("prefed.ui.pages", autoescape=False)
+        make_environment("prefed.ui.pages", autoescape=False, finalize=_escaped)
         .get_template("card.md")
         .render(
             title=repo or f"{method} on {base or 'a local model'}",
-            base=base or f"`{printable(name)}`, a local folder",
+            base=base or f"{name}, a local folder",
             method=method,
-            method_title=printable(kind.get("title", method)),
+            method_title=kind.get("title", method),
             source=source,
-            made=printable(
-                ", ".join(f"{n} {v}" for n, v in run.summary.get("versions", {}).items() if n != "python")
-            ),
-            code="\n".join(
-                export.code(repo or FOLDER, base or Path(export.model.name).name, hub=repo is not None)
+            made=", ".join(f"{n} {v}" for n, v in run.summary.get("versions", {}).items() if n != "python"),
+            code=Markup(
+                "\n".join(
+                    export.code(repo or FOLDER, base or Path(export.model.name).name, hub=repo is not None)
+                )
             ),
             cost=_cost(run),
             privacy=_privacy(run, export),
-            licence=f"{printable(licence)}{whose}."
+            licence=f"{licence}{whose}."
             if licence
             else "Not specified. Choose a licence before you share the model.",
             citation=_citation(source),
@@ -121,6 +123,11 @@ def model_card(
         )
     )
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def _escaped(value: Any) -> Any:
+    """Escape what a run or a base model's card says; only markup of this module stays."""
+    return markdown_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def hub_name(name: str) -> str | None:
@@ -208,9 +215,11 @@ def _aligned_content(run: RunRecord, export: Export, sets: list[str]) -> dict[st
             export.model.lora.model_dump(),
             {f"align.{name}": table[name] for name in SETTINGS if name in table},
         ),
-        "data": f"{_data(run, sets)} The server's model completed {prompts} that no client holds. "
-        f"{labels['labelled']:,} pairs of completions were labelled, and {train['pairs']:,} of them used for "
-        "training.",
+        "data": Markup(
+            f"{_data(run, sets)} The server's model completed {prompts} that no client holds. "
+            f"{labels['labelled']:,} pairs of completions were labelled, and {train['pairs']:,} of them used "
+            "for training."
+        ),
         "figures": figures,
         "over": "held-out labels",
         "note": f"Measured on {pairs} of completions of held-out prompts, after epoch {train['kept']} of "
@@ -253,11 +262,7 @@ def _course(run: RunRecord) -> str:
 
 def _settings(run: RunRecord, lora: Mapping[str, Any], more: Mapping[str, Any]) -> list[tuple[str, str]]:
     tables = {**flatten({"method": run.config["method"], "lora": lora}), **more}
-    return [
-        (name, printable(setting(value)).replace("|", "\\|"))
-        for name, value in tables.items()
-        if not is_place(name)
-    ]
+    return [(name, setting(value)) for name, value in tables.items() if not is_place(name)]
 
 
 def _data(run: RunRecord, sets: list[str]) -> str:
@@ -265,9 +270,9 @@ def _data(run: RunRecord, sets: list[str]) -> str:
     source = ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in sets)
     source = source or "a dataset that is not public"
     if not sizes:
-        return f"Preference pairs from {source}."
+        return Markup(f"Preference pairs from {source}.")
     each = f"{min(sizes):,} to {max(sizes):,}" if min(sizes) < max(sizes) else f"{min(sizes):,}"
-    return (
+    return Markup(
         f"{sum(sizes):,} preference pairs from {source}, held by "
         f"{pluralize(len(sizes), 'client', 'clients')} with {each} pairs each."
     )
@@ -284,8 +289,9 @@ def _privacy(run: RunRecord, export: Export) -> list[str]:
         f"{promise['delta']:g}, by the Gaussian mechanism with clip {promise['clip']:g} and noise multiplier "
         f"{promise['noise_multiplier']:g}, over {pluralize(promise['releases'], 'release', 'releases')} of "
         "the client that took part most often.",
-        f"**Unit**: one client with all its pairs. In neighbouring data sets, {promise['adjacency']}.",
-        f"**Sampling**: {promise['bound']}. {_SAMPLING['cohorts known' in promise['bound']]}",
+        f"**Unit**: one client with all its pairs. In neighbouring data sets, "
+        f"{markdown_text(promise['adjacency'])}.",
+        f"**Sampling**: {markdown_text(promise['bound'])}. {_SAMPLING['cohorts known' in promise['bound']]}",
         f"**Trust**: {_TRUST[promise['kind']]}",
         f"**Not covered**: metrics, numbers of clients and pairs, and settings that were tuned on the same "
         f"clients. {_MAY_REVEAL}",
@@ -294,7 +300,7 @@ def _privacy(run: RunRecord, export: Export) -> list[str]:
         lines.insert(4, f"**Noise**: drawn from the run's seed, as in a simulation. {_SEED}")
     if export.client is not None:
         lines.append("**This model is not covered either**: it also depends on its own client's pairs.")
-    return [printable(line) for line in lines]
+    return [Markup(line) for line in lines]
 
 
 def _interval(run: RunRecord, figure: Figure, shares: Mapping[str, float]) -> str:
@@ -334,11 +340,12 @@ def _answers(run: RunRecord, export: Export) -> list[tuple[str, str, str]]:
 def _quoted(text: str) -> str:
     r"""A text as it may stand between two lines of backquotes.
 
-    >>> _quoted("a `<img>`\nand more ")
-    "a '<img>'\nand more"
+    >>> print(_quoted("a `<img>`\nand more "))
+    a '<img>'
+    and more
     """
     lines = printable_lines(text.strip()).replace("`", "'").splitlines()
-    return "\n".join(textwrap.fill(line, 100) for line in lines)
+    return Markup("\n".join(textwrap.fill(line, 100) for line in lines))
 
 
 def _shares(figure: Figure, export: Export) -> tuple[Mapping[str, float], float]:
@@ -378,4 +385,7 @@ def _cost(run: RunRecord) -> str:
 def _citation(source: str) -> str:
     numbers = re.findall(r"arXiv:(\d+\.\d+)", source)
     links = ", ".join(f"[arXiv:{number}](https://arxiv.org/abs/{number})" for number in numbers)
-    return f"The method is from {source}{': ' + links if links else ''}. Please cite this paper and prefed."
+    return Markup(
+        f"The method is from {markdown_text(source)}{': ' + links if links else ''}. Please cite this paper "
+        "and prefed."
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core import files
-from prefed.core.text import pluralize
+from prefed.core.text import markdown_text, pluralize
 from prefed.runs.finished_run import read_run
 from prefed.runs.seed_groups import fold
 from prefed.runs.sweep import Chosen, SweepCell, all_equal
@@ -101,7 +101,10 @@ def _clients(outcome: Outcome) -> str:
     if len(names) > FEW:
         return ""
     own = {name: _percent([run["clients"][name] for run in outcome["runs"]]) for name in names}
-    return ", ".join(f"{name} {own[name]}" + (f" ({paper[name]})" if name in paper else "") for name in names)
+    return ", ".join(
+        f"{markdown_text(name)} {own[name]}" + (f" ({paper[name]})" if name in paper else "")
+        for name in names
+    )
 
 
 def rate(outcome: Outcome) -> tuple[str, str]:
