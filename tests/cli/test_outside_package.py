@@ -212,8 +212,8 @@ def test_the_packages_judge_judges(place, whole, tmp_path):
 
 @pytest.fixture
 def wards(place, tmp_path):
-    """Kits of a hub and two sites, each with a copy of the package that differs in a comment; and how to
-    start a site, which allows some code."""
+    """Kits of a hub and two sites, each with a copy of the package; and how to start a site, which allows
+    some code."""
     pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -226,8 +226,7 @@ def wards(place, tmp_path):
         home = tmp_path / "wards" / site
         rows = "".join((place / f"{client}.jsonl").read_text() for client in clients)
         (home / "pairs.jsonl").write_text(rows)
-        with (install(home / f"{site}-packages") / "outpack/parts.py").open("a") as source:
-            source.write(f"# installed by {site}\n")
+        install(home / f"{site}-packages")
 
     def start(site, code):
         home = tmp_path / "wards" / site
@@ -268,6 +267,11 @@ def test_a_package_runs_over_flare_where_each_site_has_installed_and_allowed_it(
     out, package = tmp_path / "over", place / "hub-packages"
     (package / "mark").unlink(missing_ok=True)
     words = ("federate", place / "experiment.toml", "--hub", tmp_path / "wards/hub", "--out", out)
+
+    def change(comment):
+        (package / "outpack/parts.py").write_text(PARTS + comment)
+        plugins._package.cache_clear()
+
     wards("north", CODE)
     wards("south", [name for name in CODE if name != "upper"])
     refused = " ".join(prefed_(*words, "--set", "rounds=1", code=1).split())
@@ -275,6 +279,12 @@ def test_a_package_runs_over_flare_where_each_site_has_installed_and_allowed_it(
     assert "'upper'" in refused
     assert "[limits] code" in refused
     wards("south", CODE)
+    change("# newer than at the sites\n")
+    differing = " ".join(prefed_(*words, "--set", "rounds=1", code=1).split())
+    assert "from outpack: the hub has 1.5 (SHA-256 " in differing
+    assert "install the same version at hub and site, and restart the site" in differing
+    assert marks(tmp_path / "wards/north/north-packages") == set()
+    change("")
     prefed_(*words, "--set", "rounds=1")
     prefed_(*words, "--resume")
     for site in ("north", "south"):
@@ -297,8 +307,6 @@ def test_a_package_runs_over_flare_where_each_site_has_installed_and_allowed_it(
     assert ended.returncode == 0, ended.stderr
     for name in ("shared", "w0"):
         assert (tmp_path / name / "adapter_model.safetensors").exists()
-    with (package / "outpack/parts.py").open("a") as source:
-        source.write("# changed\n")
-    plugins._package.cache_clear()
+    change("# changed\n")
     changed = prefed_(*words, "--set", "rounds=3", "--resume", code=1)
     assert "upper changed since it started; restore it" in " ".join(changed.split())

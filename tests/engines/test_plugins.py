@@ -22,6 +22,7 @@ from prefed.core import plugins
 from prefed.data import DataError
 from prefed.methods import METHODS
 from prefed.networks.federation import site as site_module
+from prefed.networks.federation.experiment import build_site_job, site_factory, started_experiment
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError
@@ -610,8 +611,8 @@ def ward(tmp_path, monkeypatch):
     return make_place(tmp_path)
 
 
-def over_sites(ward, tmp_path, name, **limits):
-    """The run of two sites, and the same one in one process."""
+def over_sites(ward, tmp_path, name, before=lambda site, request: None, **limits):
+    """The run of two sites, and the same one in one process; ``before`` each call to a site."""
     asked = Experiment(
         **federating.experiment(ward, "feddpo", rounds=2).tables() | {"method": METHOD_TABLE | {"name": name}}
     )
@@ -621,7 +622,7 @@ def over_sites(ward, tmp_path, name, **limits):
     }
     try:
         terms = Terms("wards", tuple(sites), wait=0.0)
-        return asked, federate(asked, tmp_path / "over", Within(sites), terms)
+        return asked, federate(asked, tmp_path / "over", Within(sites, before), terms)
     finally:
         for site in sites.values():
             site.close()
@@ -641,6 +642,47 @@ def test_a_site_uses_only_the_code_that_its_operator_allows(name, package, ward,
     _, summary = over_sites(ward, tmp_path, name, code=[name])
     assert summary["method"] == "lgfedavg"
     assert list(summary["origin"]["code"]) == [name]
+
+
+def test_a_site_refuses_code_that_differs_from_the_hubs(package, ward, tmp_path):
+    """The source changes between the hub's reading it and a site's. A site refuses before it reports its
+    clients, and nothing trains. A site whose source changes after it has joined refuses to go on, and so does
+    its training process, which reads the source anew."""
+    source, seen = package / "lgpack/method.py", []
+
+    def install(text):
+        source.write_text(text)
+        plugins._package.cache_clear()
+        return plugins._package("lgpack").digest
+
+    def another(site, request):
+        if not seen:
+            seen.append(install(METHOD + "# another"))
+
+    hubs = install(METHOD)
+    with pytest.raises(FederationError) as caught:
+        over_sites(ward, tmp_path, "lgfedavg", another, code=["lgfedavg"])
+    message = " ".join(str(caught.value).split())
+    assert seen[0] != hubs
+    assert (
+        f"lgfedavg from lgpack: the hub has 1.5 (SHA-256 {hubs}) and this site 1.5 (SHA-256 {seen[0]}): "
+        "install the same version at hub and site, and restart the site"
+    ) in message
+    assert not list(tmp_path.glob("site-*/runs/*/*"))
+
+    install(METHOD)
+    over_sites(ward, tmp_path, "lgfedavg", code=["lgfedavg"])
+    (order,) = (tmp_path / "site-w0/runs").glob("*/order.json")
+    known = json.loads(order.read_text())
+    config = site_config(ward, tmp_path, "w0", limits={"code": ["lgfedavg"]})
+    experiment = started_experiment(known, config)
+    factory = site_factory(experiment, tmp_path / "cache", known["names"], known["members"])
+    assert build_site_job(factory.text).method.name == "lgfedavg"
+    install(METHOD + "# upgraded")
+    with pytest.raises(ConfigError, match=f"lgfedavg from lgpack: the hub has 1.5 .SHA-256 {hubs}"):
+        started_experiment(known, config)
+    with pytest.raises(ConfigError, match="not the same version as where the run started: lgfedavg"):
+        build_site_job(factory.text)
 
 
 def test_a_hubs_file_is_not_read_at_a_site(file, ward, tmp_path):

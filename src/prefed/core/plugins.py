@@ -64,6 +64,10 @@ class Code:
         except (PackageNotFoundError, ValueError):
             return ""
 
+    def record(self) -> dict[str, str]:
+        """Place, version and SHA-256, as in ``summary.json``."""
+        return {"place": self.place, "version": self.version, "sha256": self.digest}
+
 
 def is_code(name: str) -> bool:
     """Whether a name is a file or an object of a package.

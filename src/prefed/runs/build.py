@@ -345,8 +345,15 @@ def code_digests(experiment: Experiment) -> dict[str, str]:
     return {name: code.digest for name, code in experiment.code().items()}
 
 
-def _parent_experiment(tables: dict[str, Any], digests: Mapping[str, str]) -> Experiment:
-    """Return the experiment of the parent process, with the code that it has allowed."""
+def parent_experiment(tables: dict[str, Any], digests: Mapping[str, str]) -> Experiment:
+    """Return the experiment of the parent process, with the code that it has allowed.
+
+    Args:
+        digests: from :func:`code_digests` in the parent process.
+
+    Raises:
+        ConfigError: the code is not the same here.
+    """
     allow_code(tables, allow=partial(plugins.allow, remember=False))
     experiment = Experiment.from_tables(tables, "the run's experiment")
     if sorted(code_digests(experiment).values()) != sorted(digests.values()):
@@ -365,7 +372,7 @@ def build_worker_job(arguments: str, folder: Path | None = None) -> Job:
     order = json.loads(arguments)
     tables = parse_toml(order["experiment"], "the run's experiment")
     if folder is None:
-        return build_job(_parent_experiment(tables, order["code"]), Path(order["folder"]))
+        return build_job(parent_experiment(tables, order["code"]), Path(order["folder"]))
     for table, key, _ in code_names(tables):
         path, rest = plugins.file_of(table[key])
         table[key] = f"{folder / order['code'][table[key]]}.py{rest}" if path else table[key]
@@ -373,6 +380,6 @@ def build_worker_job(arguments: str, folder: Path | None = None) -> Job:
         table, _, key = name.partition(".")
         if (folder / name).exists():
             tables[table][key] = str(folder / name)
-    experiment = _parent_experiment(tables, order["code"])
+    experiment = parent_experiment(tables, order["code"])
     dataset = FederatedDataset.open(folder / DATA)
     return assemble_job(experiment, build_trainers(experiment, dataset, folder / REFERENCE))

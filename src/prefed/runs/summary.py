@@ -229,9 +229,7 @@ def describe_origin(code: Mapping[str, Code], method: str = "") -> dict[str, Any
         code: name → code from outside prefed.
         method: name of the method. If it is in ``code``, its title and source are recorded, too.
     """
-    used = {
-        name: {"place": own.place, "version": own.version, "sha256": own.digest} for name, own in code.items()
-    }
+    used = {name: own.record() for name, own in code.items()}
     kind = METHODS[method] if method in code else None
     return {
         **({"code": used} if used else {}),

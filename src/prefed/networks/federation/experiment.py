@@ -15,7 +15,7 @@ from prefed.core import files, plugins
 from prefed.data import DataMismatchError, FederatedDataset
 from prefed.engines import Job, JobFactory
 from prefed.networks.federation.config import OWN_DATA, SiteConfig
-from prefed.runs.build import assemble_job, build_data, build_trainers
+from prefed.runs.build import assemble_job, build_data, build_trainers, code_digests, parent_experiment
 
 HELD = "held by the sites"
 """The data source of an experiment that names none."""
@@ -114,13 +114,37 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
         return with_real_clients(Experiment.from_tables(tables, WHERE))
 
 
+def check_code(experiment: Experiment, hub: Mapping[str, Mapping[str, str]]) -> None:
+    """Check that this site's code from outside prefed is the hub's.
+
+    Args:
+        experiment: from :func:`own_experiment`.
+        hub: name → :meth:`~prefed.core.plugins.Code.record` at the hub.
+
+    Raises:
+        ConfigError: the Python files differ.
+    """
+    for name, code in experiment.code().items():
+        theirs, ours = hub.get(name), code.record()
+        if theirs is not None and theirs.get("sha256") != ours["sha256"]:
+            different = " and ".join(
+                f"{who} {each.get('version') or 'without a version'} (SHA-256 {each.get('sha256')})"
+                for who, each in (("the hub has", theirs), ("this site", ours))
+            )
+            raise ConfigError(
+                f"{name} from {code.place}: {different}: install the same version at hub and site, and "
+                "restart the site"
+            )
+
+
 def started_experiment(order: Mapping[str, Any], config: SiteConfig) -> Experiment:
     """The site's experiment for a started run, including which clients never train.
 
     Raises:
-        ConfigError: as :func:`own_experiment`.
+        ConfigError: as :func:`own_experiment` and :func:`check_code`.
     """
     experiment = own_experiment(order["experiment"], config)
+    check_code(experiment, order.get("code", {}))
     unseen = {"evaluate": experiment.evaluate.model_copy(update={"unseen": order["unseen"]})}
     return experiment.model_copy(update=unseen)
 
@@ -160,6 +184,7 @@ def site_factory(
     """The factory with which the training process builds a site's job."""
     order = {
         "experiment": to_toml(experiment),
+        "code": code_digests(experiment),
         "folder": str(folder.resolve()),
         "names": dict(names),
         "members": list(members),
@@ -171,8 +196,7 @@ def build_site_job(arguments: str) -> Job:
     """Build a site's job in the training process; see :func:`site_factory`."""
     order = json.loads(arguments)
     tables = parse_toml(order["experiment"], WHERE)
-    allow_code(tables, allow=plugins.allow)  # the site has checked it against [limits] code
-    experiment = Experiment.from_tables(tables, WHERE)
+    experiment = parent_experiment(tables, order["code"])  # checked by the site
     folder = Path(order["folder"])
     dataset = own_dataset(experiment, folder)
     # The others' clients have enough held-out pairs to be evaluated.

@@ -127,7 +127,8 @@ def _run(
     tell: Callable[[str], None],
 ) -> Summary:
     run = known["run"] if known else secrets.token_hex(8)
-    sites = Sites(transport, terms.federation, run, PREPARE)
+    code = {name: own.record() for name, own in experiment.code().items()}
+    sites = Sites(transport, terms.federation, run, PREPARE, code)
     text = experiment_for_sites(experiment)
     wanted = tuple(known["sites"]) if known else terms.sites
     if set(terms.sites) != set(wanted):

@@ -63,16 +63,25 @@ class Sites:
 
     Args:
         timeout: seconds to wait for an answer that needs no training.
+        code: the code from outside prefed that the experiment uses; see :class:`Join`.
 
     Attributes:
         most: client, exchange, round → the maximum bytes of an answer. The exchange of an evaluation is
             ``""``. Longer answers are not read.
     """
 
-    def __init__(self, transport: Transport, federation: str, run: str, timeout: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        federation: str,
+        run: str,
+        timeout: float,
+        code: Mapping[str, dict[str, str]] | None = None,
+    ) -> None:
         self.most: Callable[[str, str, int], int] = lambda client, exchange, number: MOST
         self._transport, self._timeout = transport, timeout
         self._common: dict[str, Any] = {"federation": federation, "run": run}
+        self._code = dict(code or {})
         self._experiment, self._members, self._unseen = "", list[str](), list[str]()
         self._order, self._model = "", ""
 
@@ -91,7 +100,8 @@ class Sites:
             UnreachableError: the site does not answer.
         """
         self._experiment = experiment
-        return self._agreed(site, Join(**self._common, experiment=experiment), Joined, timeout)
+        request = Join(**self._common, experiment=experiment, code=self._code)
+        return self._agreed(site, request, Joined, timeout)
 
     def start(
         self,

@@ -89,10 +89,15 @@ class Hello(Request):
 
 
 class Join(Request):
-    """Read the experiment of a run and report the site's clients."""
+    """Read the experiment of a run and report the site's clients.
+
+    Attributes:
+        code: name → :meth:`~prefed.core.plugins.Code.record` of each object from outside prefed at the hub.
+    """
 
     kind: Literal["join"] = "join"
     experiment: str
+    code: dict[str, dict[str, str]] = {}
 
 
 class Start(Request):

@@ -21,6 +21,7 @@ from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog, contents
 from prefed.networks.federation.config import SiteConfig, check_places
 from prefed.networks.federation.experiment import (
+    check_code,
     own_dataset,
     own_experiment,
     reported_names,
@@ -163,7 +164,7 @@ class Site:
         with self._turn:
             match request:
                 case Join():
-                    return self._join(run, request.experiment)
+                    return self._join(run, request.experiment, request.code)
                 case Start():
                     return self._start(run, request.members, request.unseen)
                 case Visit():
@@ -174,11 +175,12 @@ class Site:
                     self._stop()
         return pack()
 
-    def _join(self, run: str, text: str) -> bytes:
+    def _join(self, run: str, text: str, code: dict[str, dict[str, str]]) -> bytes:
         """Read the experiment of a run and report the site's clients."""
         try:
             experiment = own_experiment(text, self.config)
             check_experiment(experiment, self.config)
+            check_code(experiment, code)
             known = self._read_order(run)
             if known is not None:
                 check_same(run, own_experiment(known["experiment"], self.config), experiment)
@@ -194,7 +196,7 @@ class Site:
             raise RefusalError(CHANGED)
         clients = {told: list(dataset.sizes[name]) for name, told in names.items()}
         order = known or {"data": dataset.fingerprint, "round": 0}
-        self._write_order(run, {**order, "experiment": text, "names": names, "pairs": clients})
+        self._write_order(run, {**order, "experiment": text, "code": code, "names": names, "pairs": clients})
         self.log.add("join", run=run, told=", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items()))
         return pack(clients=clients, versions={name: own_version(name) for name in PACKAGES})
 
