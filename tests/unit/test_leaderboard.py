@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,12 @@ from experiment_scripts import EXPERIMENTS, rows, script
 from finished import small_place
 from prefed.config import ConfigError
 from prefed.config.experiment_table import load_table
+from prefed.core import files
 from prefed.methods import METHODS
 from prefed.privacy.accountant import guarantee_of
 from prefed.runs import sweep_child
 from prefed.ui.pages.leaderboard import add, write_leaderboard
+from prefed.ui.pages.sweep import keep
 from preferences import jsonl
 
 BENCH = {path.stem: path for path in sorted((EXPERIMENTS / "bench").glob("*.toml"))}
@@ -139,6 +142,34 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     ]
     assert "- `feddpo`: – (it cannot)" in lines
     assert "the disk is full" not in page
+
+
+@pytest.mark.parametrize("add_", [add, lambda out, cell, result: keep(cell, ["a", "b"], result)])
+def test_two_sweeps_into_one_folder_lose_no_row(tmp_path, monkeypatch, add_):
+    """The second adds its row after the first has read the file and before the first writes it."""
+    whole, others = files.write, []
+
+    def enter(name):
+        definition = SimpleNamespace(name=name, text=name)
+        table = SimpleNamespace(title="", judge="reward_accuracy", source="", figures="")
+        cell = SimpleNamespace(folder=tmp_path / "task", table=table, definition=definition)
+        result = outcome([0.5], method=name, text=name)
+        add_(tmp_path, cell, result | {"baseline_accuracy.mean": [0.5], "baseline_accuracy.worst": [0.5]})
+
+    def write(path, data, **how):
+        if not others:
+            others.append(Thread(target=enter, args=("b",)))
+            others[0].start()
+            others[0].join(0.3)  # without the lock it ends here; with it, it waits for the first
+        whole(path, data, **how)
+
+    monkeypatch.setattr(files, "write", write)
+    enter("a")
+    others[0].join()
+    (file,) = tmp_path.glob("*.json")
+    rows = json.loads(file.read_text())
+    names = [row["method"] for row in rows] if isinstance(rows, list) else list(rows["task"]["methods"])
+    assert names == ["a", "b"]
 
 
 def test_a_method_of_prefed_and_one_of_a_file_enter(tmp_path, monkeypatch):

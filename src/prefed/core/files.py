@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -209,6 +210,15 @@ def sync(path: Path) -> None:
     """Sync the content of a file, or the entries of a folder, to disk."""
     with _opened(path, os.O_RDONLY) as handle:
         os.fsync(handle)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder, which is created if needed, against other users of this function; wait if necessary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _opened(folder, os.O_RDONLY) as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def replace(path: Path, to: Path) -> None:

@@ -24,12 +24,12 @@ def add(out: Path, cell: SweepCell, outcome: Outcome) -> None:
     Args:
         outcome: from the sweep, or ``{"refused": REASON}`` if the method cannot do the task.
     """
-    tasks = _read(out)
-    task = tasks.setdefault(cell.folder.name, {"methods": {}})
-    task |= {"title": cell.table.title, "judge": cell.table.judge}
-    task["methods"][cell.definition.name] = {"text": cell.definition.text, **outcome}
-    out.mkdir(parents=True, exist_ok=True)
-    files.write(out / "leaderboard.json", json.dumps(tasks, indent=1, ensure_ascii=False).encode())
+    with files.locked(out):
+        tasks = _read(out)
+        task = tasks.setdefault(cell.folder.name, {"methods": {}})
+        task |= {"title": cell.table.title, "judge": cell.table.judge}
+        task["methods"][cell.definition.name] = {"text": cell.definition.text, **outcome}
+        files.write(out / "leaderboard.json", json.dumps(tasks, indent=1, ensure_ascii=False).encode())
 
 
 def write_leaderboard(out: Path) -> Path:

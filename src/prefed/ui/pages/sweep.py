@@ -42,11 +42,11 @@ def keep(cell: SweepCell, names: Sequence[str], outcome: Outcome) -> None:
     ``names`` are the names of all cells of the table, in order.
     """
     file = cell.folder.with_name(f"{cell.folder.name}.json")
-    before = json.loads(file.read_text("utf-8")) if file.exists() else []
-    outcomes = {each["method"]: each for each in [*before, outcome]}
-    rows = [outcomes[name] for name in names if name in outcomes]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    files.write(file, json.dumps(rows, indent=1).encode())
+    with files.locked(file.parent):
+        before = json.loads(file.read_text("utf-8")) if file.exists() else []
+        outcomes = {each["method"]: each for each in [*before, outcome]}
+        rows = [outcomes[name] for name in names if name in outcomes]
+        files.write(file, json.dumps(rows, indent=1).encode())
     best = [each for each in rows if _rate_was_chosen(each)]
     own = [each for each in rows if not _rate_was_chosen(each)]
     parts = [_best_rate_table(best)] if best else []
