@@ -9,7 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.cookiejar import CookieJar
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,11 @@ def serving(opened: Session, add: Callable[[str], None] | None = None) -> Iterat
         try:
             yield links
         finally:
-            if thread.is_alive():
+            # After a form of its own has ended the session, the server may take a moment to end, and refuses.
+            with suppress(OSError):
                 Browser(links[-1]).post("/finish")
             thread.join(30)
+            assert not thread.is_alive()
 
 
 class Browser:
