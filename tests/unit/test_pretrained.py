@@ -4,11 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    modeling_utils,
+)
 from transformers.integrations.accelerate import _get_device_map
 from transformers.utils import logging
 
@@ -119,6 +129,23 @@ for name in sys.argv[1:]:
         except SystemExit:
             pass
 """
+
+
+@pytest.mark.parametrize("part", ["attn", "experts"])
+def test_a_kernel_that_a_model_names_is_not_fetched(tmp_path, monkeypatch, part):
+    """Transformers would download and run it. The control for attention is transformers alone."""
+    asked = []
+    monkeypatch.setattr(modeling_utils, "is_kernel", lambda name: asked.append(name))
+    about = {**MODEL, f"_{part}_implementation": "eve/kernel:run"}
+    GPT2LMHeadModel(GPT2Config(**MODEL)).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(ModelError, match="it requires custom code, which prefed does not run"):
+        load(tmp_path)
+    assert "eve/kernel:run" not in asked
+    if part == "attn":
+        with suppress(ValueError, KeyError):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert "eve/kernel:run" in asked
 
 
 def test_a_folder_that_is_no_model_gets_one_line(tmp_path):

@@ -139,6 +139,8 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         raise ModelError(f"{key} = {name!r}: no such folder; {needed}")
     with nullcontext(True) if folder.is_dir() else huggingface.in_reach() as answers:
         try:
+            if kind.__name__.startswith("AutoModel"):
+                _check_kernels(name, options.get("revision"))
             # By default transformers asks on the terminal and reads the answer from standard input.
             loaded = kind.from_pretrained(name, trust_remote_code=False, **options)
             if _is_empty(loaded):
@@ -161,6 +163,15 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
             elif "backend tokenizer" in reason:
                 reason = "its tokenizer has no vocabulary: tokenizer.json or a vocabulary file is missing"
             raise ModelError(f"{key} = {name!r}: cannot load a {what}: {reason}") from error
+
+
+def _check_kernels(name: str, revision: str | None) -> None:
+    """Refuse a config.json with kernels, which transformers would download from the hub and run."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision)
+    if any("/" in str(getattr(config, f"_{part}_implementation", "")) for part in ("attn", "experts")):
+        raise ValueError("a kernel from the hub is code, as with trust_remote_code")
 
 
 def _is_empty(loaded: Any) -> bool:
