@@ -194,9 +194,25 @@ def test_memory_outside_the_states_is_found():
 def test_a_merge_of_the_first_upload_is_found():
     first = broken(merge=lambda merge: lambda server, uploads, now: merge(server, uploads[:1], now))
     with pytest.raises(
-        AssertionError, match="the merge depends on the order of uploads; sort them by client"
+        AssertionError,
+        match=r"the merge depends on the order of uploads; take them from prefed\.merge\.sort_uploads",
     ):
         check_order(first)
+
+
+def test_an_error_names_the_lora_rule_under_which_it_occurs():
+    """FedSA's rule makes B personal, so it is not among the uploaded tensors."""
+
+    def reading(merge):
+        def sums(server, uploads, now):
+            uploads[0].tensors["model"].select(["lora/0/q/B"])
+            return merge(server, uploads, now)
+
+        return sums
+
+    with pytest.raises(KeyError, match="lora/0/q/B") as caught:
+        check_order(replace(broken(merge=reading), merge=MergeConfig(lora="fedsa")))
+    assert caught.value.__notes__ == ["(feddpo under [merge] lora = 'fedsa' with local_steps = 1)"]
 
 
 def test_a_merge_that_needs_every_loss_is_found():

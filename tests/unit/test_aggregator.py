@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from prefed.core import Entry, Key, Layout, Owner, Round, State, Tensors, Upload
+from prefed.core.plugins import Code
 from prefed.merge import (
     Aggregator,
     BadUpload,
@@ -19,6 +20,8 @@ from prefed.merge import (
     check_update_sizes,
     lora,
 )
+from prefed.merge.config import MERGE_RULES, MergeRule
+from prefed.merge.flat import weighted_mean
 from prefed.merge.groups import merge_groups
 
 A = Entry("lora/0/q/A", (1, 1), "lora", 0, "A")
@@ -134,6 +137,20 @@ def test_steps_beside_the_model(rule: str, expected: list[tuple[float, float]]) 
     assert [value.flat[2].item() for value, _ in terms] == pytest.approx([x for x, _ in expected])
     assert [weight for _, weight in terms] == pytest.approx([weight for _, weight in expected])
     assert config.robust_steps([], []) == []
+
+
+def test_a_rule_from_outside_gets_weights_that_sum_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a model and for steps beside it. The mean of 0 and 4 with weights 1 to 3 is 3, and two steps whose
+    weights 0.1 and 0.3 sum to 0.4 are one step of weight 0.4."""
+    rule = MergeRule(lambda values, weights: weighted_mean(values, weights))
+    monkeypatch.setitem(MERGE_RULES._loaded, ("own", ""), rule)
+    monkeypatch.setattr(MERGE_RULES, "code", lambda name: Code("own", "") if name == "own" else None)
+    config = aggregator(rule="own")
+    values = [tensors(PLAIN, 0, 0, x, 0) for x in (0.0, 4.0)]
+    uploads = [reply(client, weight, x) for client, weight, x in zip("ab", (1, 3), values, strict=True)]
+    assert model(config.merge(config.init(Tensors.zeros(PLAIN)), uploads, now()))[2] == 3
+    ((step, weight),) = config.robust_steps(values, [0.1, 0.3])
+    assert (step.flat[2].item(), weight) == (pytest.approx(3), pytest.approx(0.4))
 
 
 def at(*lengths: float) -> list[Upload]:

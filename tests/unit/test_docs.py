@@ -12,21 +12,24 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-import prefed.testing
 from installing import installed
+from prefed.align.judge import Question
 from prefed.config import Experiment
 from prefed.config.experiment_table import Table
+from prefed.core import Entry, Layout, Tensors
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS, LocalSettings, TrainingSettings
 from prefed.methods.base import FedAvgBase
 from prefed.testing import Quadratic, initial, simulate
-from prefed.train.losses import PairBatch, PairLoss, preference
+from prefed.train.losses import PairBatch
+from prefed.train.metrics import PairScores
 from prefed.ui.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -391,12 +394,6 @@ def test_the_worked_method_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             check()
 
 
-def test_the_page_names_every_law() -> None:
-    page = (DOCS / "adding-a-method.md").read_text("utf-8")
-    laws = {name for name in prefed.testing.__all__ if name.startswith("check_")} - {"check_method"}
-    assert set(re.findall(r"^\| `(check_\w+)` \|", page, re.MULTILINE)) == laws
-
-
 def worked(title: str, names: dict[str, Any]) -> dict[str, Any]:
     """The names of an example on the page on adding a method, executed where ``names`` are known."""
     example = dict(blocks(DOCS / "adding-a-method.md", "py"))[title]
@@ -422,18 +419,25 @@ def test_the_worked_server_momentum_works() -> None:
     }
 
 
-def test_the_worked_loss_works() -> None:
-    """β Δ_ir is ½, and (1 − ½)² = ¼."""
-    entries: list[PairLoss] = []
-
-    def entry(function: Any, source: str, **options: Any) -> None:
-        entries.append(PairLoss(function.__name__, source, function=function, **options))
-
-    worked("squared_hinge", {**vars(preference), "_entry": entry})
+def test_the_worked_objects_work() -> None:
+    """β Δ_ir is ½, and (1 − ½)² = ¼. Half of the mean of 1 and 4 with weights ¾ and ¼ is 0.875. One of two
+    pairs has a chosen response whose log-probability is more than 1 above the other's. The vote is for b, and
+    of "aa" and "b" the second is shorter."""
+    objects = worked("objects", {})
     one, zero = torch.ones(1), torch.zeros(1)
-    losses, _ = entries[0](PairBatch(one, one, zero, one, zero, zero), {"beta": 0.5})
-    assert entries[0].name == "squared_hinge"
+    losses, _ = objects["OBJECTIVE"](PairBatch(one, one, zero, one, zero, zero), {"beta": 0.5})
     assert losses.tolist() == [0.25]
+    layout = Layout((Entry("a", (1,), "lora"),))
+    tensors = [Tensors(layout, value * one) for value in (1, 4)]
+    assert objects["MERGE_RULE"].function(tensors, [0.75, 0.25], share=0.5)["a"].tolist() == [0.875]
+    policy = np.array([[-1, -3], [-1, -1.5]], np.float32)
+    scores = PairScores(policy, policy, np.ones((2, 2), np.int32))
+    assert objects["METRIC"].function(scores).tolist() == [True, False]
+    (pair,) = objects["FORMAT"].pairs({"question": "Which?", "a": "aa", "b": "b", "vote": "b"})
+    assert pair is not None
+    assert (pair.prompt, pair.chosen, pair.rejected) == ("Which?", "b", "aa")
+    (verdict,) = objects["JUDGE"]("", None).compare([Question("Which?", "aa", "b")])
+    assert verdict.preference == 0
 
 
 def test_a_version_is_cited_and_its_run_directory_frozen() -> None:

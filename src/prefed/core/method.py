@@ -345,7 +345,7 @@ class Exchange:
         name: e.g. ``"train"``, ``"score"``.
         send: server state, client id and round of the request → download for the client.
         work: trainer, private state and download → upload and next private state.
-        merge: server state, uploads sorted by client id, round → next server state.
+        merge: server state, uploads in any order, round → next server state.
         to: recipients: the cohort of the round, all clients, or the neighbours of each client.
         due: round number → whether the exchange takes place in that round.
         scalars: names of the numbers in an upload, each a mean over the client's pairs; see :meth:`numbers`.

@@ -206,7 +206,7 @@ class Aggregator:
         if not values:
             return []
         if self.config.kind.replaces_mean:
-            return [(rules.center(self.config, values, weights), sum(weights))]
+            return [(rules.center(self.config, values, normalize(weights)), sum(weights))]
         zero = Tensors.zeros(values[0].layout, values[0].flat.dtype)
         indices, chosen, _ = rules.select(self.config, zero, values, None)
         rest = [weights[k] for k in indices]

@@ -26,7 +26,8 @@ class MergeRule:
 
     Attributes:
         function: ``(values, weights, **settings)`` → the merged tensors. There is one value and one weight
-            for each client, in the order of their ids. ``None`` for a rule of :mod:`prefed.merge.rules`.
+            for each client, in the order of their ids; the weights sum to 1. ``None`` for a rule of
+            :mod:`prefed.merge.rules`.
         defaults: setting → default, for ``function``; they are set in ``[merge] rule_settings``.
         least: the fewest uploads that the rule can merge.
         replaces_mean: the rule replaces the mean, instead of selecting its terms.

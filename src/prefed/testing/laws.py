@@ -87,7 +87,11 @@ class Problem:
     def run(self, rounds: int | None = None, **options: Any) -> Run:
         """Run the method; see :func:`~prefed.testing.simulate` for ``options``."""
         done = self.rounds if rounds is None else rounds
-        return simulate(self.build(), self.clients, self.initial, done, seed=self.seed, **options)
+        try:
+            return simulate(self.build(), self.clients, self.initial, done, seed=self.seed, **options)
+        except Exception as error:
+            error.add_note(f"({self})")
+            raise
 
     def __str__(self) -> str:
         own = ", ".join(f"{name} = {value!r}" for name, value in self.settings.items())
@@ -161,7 +165,10 @@ def check_order(problem: Problem, order: Callable[[list[Upload]], Sequence[Uploa
     """
     once, again = problem.run(2), problem.run(2, order=order)
     same = encode(once.server) == encode(again.server)
-    _require(same, f"{problem}: the merge depends on the order of uploads; sort them by client")
+    _require(
+        same,
+        f"{problem}: the merge depends on the order of uploads; take them from prefed.merge.sort_uploads",
+    )
     for client, state in once.private.items():
         same = encode(again.private[client]) == encode(state)
         _require(same, f"{problem}: the private state of {client} depends on the order of uploads")
