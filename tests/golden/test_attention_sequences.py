@@ -182,6 +182,8 @@ def test_no_tensor_grows_with_the_square_of_the_length(
     long = Pair(*(np.ones(n, np.int32) for n in (1000, 1001, 1001)))
     packing = Packing.of([long, long])
     parameters = list(model.parameters.values())
+    for parameter in parameters:
+        parameter.grad = None
 
     def step() -> tuple[torch.Tensor, ...]:
         with FakeTensorMode(allow_non_fake_inputs=True), NoSquares(1000):

@@ -2,13 +2,18 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from prefed.data import Pair
 from prefed.models import fused_lora
 from prefed.models.fused_lora import fuse, lora_linear
+from prefed.models.trainable_parts import lora_layers
+from prefed.train.packed import Packing, enable_packing, trunk_hidden
+from small_models import away, backbone
 
 
 def norms(dtype: torch.dtype, weights: torch.dtype) -> tuple[LlamaRMSNorm, LlamaRMSNorm]:
@@ -92,3 +97,40 @@ def test_dropout_keeps_its_input_and_repeats_its_draw(
     large = [each for each in saved if each.numel() >= x.numel()]
     assert large[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert len(large) == (1 if again else 2)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("trained", ["AB", "B"])
+def test_factors_converted_together_have_the_gradients_of_each_alone(
+    trained: str, checkpointing: bool
+) -> None:
+    """Both round the same numbers to bfloat16 and add the same ones in float32, so gradients are equal:
+    with dropout, with frozen factors, and with another pass between forward and backward. They are added to
+    those that are there, and a pass after a change of the factors has the new ones."""
+    model = backbone("llama", dtype="bfloat16", dropout=0.2, checkpointing=checkpointing)
+    assert enable_packing(model) == ""
+    model.dropout(trunk=True)
+    packing = Packing.of([Pair(*(np.arange(1, n, dtype=np.int32) for n in (9, 7, 5)))])
+    model.train_only([name for name in model.layout.names if name[-1] in trained])
+    layers = [layer for _, _, layer in lora_layers(model.causal)]
+    results = []
+    for together in (True, False):
+        if not together:
+            model.trunk._forward_pre_hooks.clear()
+            for layer in layers:
+                del layer.converted
+        model.grad.fill_(0.5)
+        for seed in (1, 2):
+            model.load(away(model.layout, model.initial, seed=seed))
+            torch.manual_seed(seed)
+            hidden = trunk_hidden(model, packing)
+            with torch.random.fork_rng(), torch.no_grad():
+                trunk_hidden(model, packing)
+            hidden.square().sum().backward()
+        assert all(hasattr(layer, "converted") == together for layer in layers)
+        results.append((hidden.detach(), model.grad.clone()))
+    (hidden, gradient), (expected, sums) = results
+    assert torch.equal(hidden, expected)
+    assert torch.equal(gradient, sums)
+    changed = sum(bool((part - 0.5).abs().max() > 0) for part in (p.grad for p in model.parameters.values()))
+    assert changed == sum(name[-1] in trained for name in model.layout.names)

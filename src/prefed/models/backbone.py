@@ -18,7 +18,7 @@ from prefed.core import Key, Layout, Tensors
 from prefed.core.tensors import Layered
 from prefed.models.config import ModelConfig
 from prefed.models.families import Family, find_family, trunk_of, with_lora
-from prefed.models.fused_lora import fuse
+from prefed.models.fused_lora import convert_together, fuse
 from prefed.models.pretrained import (
     ModelError,
     check_dtype,
@@ -314,6 +314,10 @@ def with_parts(
         parameter.grad = grad[span].view(spec.entry.shape)
         parameters[spec.entry.name] = parameter
         spec.place(parameter)
+    if config.fast and "lora" in needs and "personal_lora" not in needs and causal.dtype.itemsize == 2:
+        fused = [(stem, layer) for stem, _, layer in lora_layers(causal) if "forward" in vars(layer)]
+        factors = [parameters[f"lora/{stem}/{factor}"] for stem, _ in fused for factor in "AB"]
+        convert_together(trunk_of(causal), [layer for _, layer in fused], factors, causal.dtype)
     bases = {}
     for stem, _, layer in lora_layers(causal):
         if f"residual/{stem}/W" in layout:

@@ -54,6 +54,11 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
+def _product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return ``scale`` times a matrix product, in one kernel."""
+    return left.new_empty(len(left), right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
+
+
 class _LoraLinear(torch.autograd.Function):
     """y = x Wᵀ + b + s (z Aᵀ) Bᵀ with a frozen W or none, in one pass over y; z is x, or x after dropout.
 
@@ -73,34 +78,36 @@ class _LoraLinear(torch.autograd.Function):
         dropout: Dropout | None,
     ) -> torch.Tensor:
         y = x.new_zeros(len(x), len(b)) if weight is None else matmul(x, weight.t(), bias)
-        a, bt = a.to(x.dtype), b.t().to(x.dtype).contiguous()
+        a, b = a.to(x.dtype), b.to(x.dtype)
         mask = None if dropout is None else dropout.mask(x)
         z = x if mask is None else mask * x
-        u = (a @ z.t()).t()
+        u = a @ z.t()
         ctx.scale, ctx.dropout = scale * (1 if dropout is None else dropout.scale), dropout
-        y.addmm_(u, bt, alpha=ctx.scale)
-        ctx.save_for_backward(x, weight, a, bt, u, None if redraws(x) else mask)
+        y.addmm_(u.t(), b.t(), alpha=ctx.scale)
+        ctx.save_for_backward(x, weight, a, b, u, None if redraws(x) else mask)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy,) = grads
-        x, weight, a, bt, u, mask = ctx.saved_tensors
+        x, weight, a, b, u, mask = ctx.saved_tensors
         need_x, _, _, need_a, need_b, *_ = ctx.needs_input_grad
         if ctx.dropout and mask is None:
             mask = ctx.dropout.mask(x, again=True)
-        du = (dy @ bt.t()).mul_(ctx.scale) if need_a or need_x else None
+        du = _product(b.t(), dy.t(), ctx.scale)
         dx = da = db = None
-        if need_x and du is not None:
+        if need_x:
             dx = torch.zeros_like(x) if weight is None else matmul(dy, weight)
             if mask is None:
-                dx.addmm_(du, a)
+                dx.addmm_(du.t(), a)
             else:
-                dx.addcmul_(du @ a, mask)
-        if need_a and du is not None:
-            da = (du.t() @ (x if mask is None else mask * x)).float()
-        if need_b:
-            db = (u.t() @ dy).mul_(ctx.scale).t().float()
+                dx.addcmul_(du.t() @ a, mask)
+        if need_a:
+            da = du @ (x if mask is None else mask * x)
+        if need_b and x.is_cpu:  # which is slow if the rank is the number of columns
+            db = _product(u, dy, ctx.scale).t()
+        elif need_b:
+            db = _product(dy.t(), u.t(), ctx.scale)
         return dx, None, None, da, db, None, None
 
 
@@ -159,11 +166,65 @@ def lora_factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([a, own_a]), torch.cat([b, gate * own_b], 1)
 
 
+class _Converted(torch.autograd.Function):
+    """Parameters in another dtype, converted together; their gradients are added together to existing ones.
+
+    One by one, conversions and additions would be most of a step's kernels.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.parameters = parameters
+        flat = torch.cat([each.reshape(-1) for each in parameters]).to(dtype)
+        parts = _parts(flat, parameters)
+        trains = zip(parts, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*(part for part, trained in trains if not trained))
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        trained = [p for p, grad in zip(ctx.parameters, grads, strict=True) if grad is not None]
+        flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None]).to(trained[0].dtype)
+        parts = _parts(flat, trained)
+        into = [parameter.grad for parameter in trained if parameter.grad is not None]
+        if into:
+            torch._foreach_add_(into, parts)
+            return (None,) * (1 + len(grads))
+        found = iter(parts)
+        return None, *(None if grad is None else next(found) for grad in grads)
+
+
+def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Split a flat tensor into views with the shapes of ``like``."""
+    parts = torch.split(flat, [each.numel() for each in like])
+    return tuple(part.view(each.shape) for part, each in zip(parts, like, strict=True))
+
+
+def convert_together(
+    trunk: nn.Module, layers: Sequence[Any], factors: Sequence[nn.Parameter], dtype: torch.dtype
+) -> None:
+    """Convert the factors of fused LoRA ``layers`` at the start of each pass of ``trunk``.
+
+    Args:
+        factors: A and B of each layer, with gradients, in one dtype.
+    """
+
+    def convert(*_: Any) -> None:
+        # Recomputed blocks belong to a pass with gradients, whatever pass came since.
+        with torch.enable_grad():
+            found = _Converted.apply(dtype, *factors)  # type: ignore[no-untyped-call]
+        for layer, *converted in zip(layers, found[::2], found[1::2], strict=True):
+            layer.converted = converted
+
+    trunk.register_forward_pre_hook(convert)
+
+
 def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if layer.disable_adapters or layer.merged or args or kwargs:
         return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
     base, options = layer.base_layer, (layer.scaling["default"], dropout_of(layer))
-    a, b = lora_factors(layer)
+    a, b = getattr(layer, "converted", None) or lora_factors(layer)
     if type(layer).__name__ == _FOUR_BITS:
         # The product with 4-bit weights keeps no input.
         return base(x) + lora_linear(x, None, None, a, b, *options)  # type: ignore[no-any-return]
