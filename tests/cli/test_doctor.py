@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from prefed.config.experiment_table import load_cell
 from prefed.networks.federation import environment as federation
 from prefed.networks.federation.transport import FederationError
 from prefed.runs import environment
@@ -205,3 +206,26 @@ def test_certificates_have_dates(place, first, last, words):
         return
     with pytest.raises(FederationError, match=words):
         federation._dates(place / "client.crt")
+
+
+OWN = """
+from pathlib import Path
+from prefed.methods import METHODS
+METHOD = METHODS["feddpo"]
+
+Path("ran").touch()
+"""
+
+
+def test_code_that_a_file_names_is_not_run(place, monkeypatch):
+    """The control: whoever loads the file for a run has run the code, and then doctor checks all of it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(place / "state"))
+    (place / "own.py").write_text(OWN)
+    (place / "exp.toml").write_text(FILE.replace('"feddpo"', '"./own.py"'))
+    result = CliRunner().invoke(app, ["doctor", "exp.toml"])
+    assert result.exit_code != 0
+    assert "own.py is code from outside prefed that you have not used" in " ".join(result.stderr.split())
+    assert not (place / "ran").exists()
+    load_cell(Path("exp.toml"), None)
+    assert (place / "ran").exists()
+    assert seen("exp.toml")[0] == 0

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from finished import write_run
+from prefed.align import AlignError
 from prefed.align.tastes import held_out
 from prefed.config import ConfigError
 from prefed.config.align import align_settings
 from prefed.core import Key
-from prefed.runs.align import read_settings
+from prefed.runs.align import read_settings, what_is_sent
 from prefed.runs.finished_run import read_run
 
 
@@ -66,3 +67,32 @@ def test_the_nearest_number_of_ten_prompts_is_held_out(share, count):
     numbers = held_out(alignment, [*range(10), *range(10)]).tolist()
     assert len(numbers) == len(set(numbers)) == count
     assert set(numbers) <= set(range(10))
+
+
+EVE = "https://eve.example.org/v1"
+MINE = "http://localhost:8000/v1"
+
+
+@pytest.mark.parametrize(
+    ("part", "table"),
+    [
+        ("endpoint", lambda url: {"endpoint": {"model": "m", "url": url}}),
+        ("judge", lambda url: {"labels": "judge:endpoint:m", "judge": {"url": url}}),
+    ],
+)
+def test_a_run_directory_does_not_choose_who_receives_prompts(tmp_path, part, table):
+    """The same settings are accepted with a server on this machine, or once the user has named theirs."""
+    for name, url in (("eve", EVE), ("mine", MINE)):
+        settings = {"align": {"prompts": {"path": "prompts.jsonl"}, **table(url)}}
+        write_run(tmp_path / name, settings=settings)
+    record, named = read_run(tmp_path / "eve"), f"align.{part}.url={EVE}"
+    with pytest.raises(AlignError, match=f"send prompts and completions to {EVE}; .*--set {named}"):
+        read_settings(record, ["align.prompts.path=prompts.jsonl"])
+    for config, url in (
+        (read_settings(record, [named]), EVE),
+        (read_settings(read_run(tmp_path / "mine")), MINE),
+    ):
+        (sent,) = what_is_sent(config)
+        assert f"sent to {url}" in sent
+    if part == "judge":
+        assert not list(what_is_sent(read_settings(record, ["align.labels=majority"])))

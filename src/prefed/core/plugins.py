@@ -90,6 +90,7 @@ def file_of(name: str) -> tuple[str, str]:
 
 _allowed: dict[str, Code] = {}
 _only: ContextVar[Collection[str] | None] = ContextVar("only", default=None)
+_where: ContextVar[str | None] = ContextVar("where", default=None)
 
 
 @contextmanager
@@ -102,6 +103,16 @@ def only(names: Collection[str]) -> Iterator[None]:
         _only.reset(token)
 
 
+@contextmanager
+def unchanged(where: str) -> Iterator[None]:
+    """Within this context, :func:`allow` is :func:`allow_recorded`: code must have been used before."""
+    token = _where.set(where)
+    try:
+        yield
+    finally:
+        _where.reset(token)
+
+
 def allow(name: str, *, remember: bool = True) -> None:
     """Allow code that the user named.
 
@@ -111,6 +122,9 @@ def allow(name: str, *, remember: bool = True) -> None:
     Raises:
         PluginError: there is no such file or package.
     """
+    if (where := _where.get()) is not None:
+        allow_recorded(name, where)
+        return
     code = _allowed[name] = _find(name)
     if remember and code.digest not in _remembered().get(code.place, ()):
         with suppress(OSError):

@@ -16,7 +16,7 @@ import torch
 from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors, check_inputs
 from prefed.align import align as run_stages
 from prefed.align.completions import endpoint_of
-from prefed.align.judge.endpoint import EndpointJudge
+from prefed.align.judge.endpoint import EndpointJudge, openai_or_here
 from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import get_template
 from prefed.align.run import SETTINGS, SUMMARY
@@ -120,10 +120,19 @@ def check_judge(config: AlignConfig) -> None:
 
 def what_is_sent(config: AlignConfig) -> Iterator[str]:
     """Describe what an alignment sends to servers."""
-    if config.endpoint is not None:
-        yield f"the server's prompts are sent to {config.endpoint.url}, which generates the completions"
+    servers = _servers(config)
+    if url := servers.get("align.endpoint.url"):
+        yield f"the server's prompts are sent to {url}, which generates the completions"
+    if url := servers.get("align.judge.url"):
+        yield f"prompts and completions are sent to {url}, which judges them"
+
+
+def _servers(config: AlignConfig) -> dict[str, str]:
+    """Setting → URL of each server that an alignment uses."""
+    servers = {} if config.endpoint is None else {"align.endpoint.url": config.endpoint.url}
     if (config.judge_name or "").startswith("endpoint:"):
-        yield f"prompts and completions are sent to {_judge_options(config).url}, which judges them"
+        servers["align.judge.url"] = _judge_options(config).url
+    return servers
 
 
 def _judge_options(config: AlignConfig) -> JudgeConfig:
@@ -171,10 +180,19 @@ def read_settings(record: RunRecord, overrides: Sequence[str] = (), *, anew: boo
 
     Raises:
         ConfigError: as :func:`~prefed.config.align.align_settings`.
+        AlignError: prompts would be sent to a server that only the run directory names.
     """
     stored = stored_settings(record, anew=anew)
     file = None if stored is None else _settings_file(record, anew)
-    return align_settings(stored, overrides, record.path, file)
+    config = align_settings(stored, overrides, record.path, file)
+    for key, url in _servers(config).items():
+        # The directory may be somebody else's.
+        if not openai_or_here(url) and not any(url in override for override in overrides):
+            raise AlignError(
+                f"{record.path}: its settings send prompts and completions to {url}; if you trust this "
+                f"server, name it: --set {key}={url}"
+            )
+    return config
 
 
 def stored_settings(record: RunRecord, *, anew: bool = False) -> dict[str, Any] | None:

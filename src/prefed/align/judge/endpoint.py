@@ -80,7 +80,7 @@ class Endpoint:
         except ModuleNotFoundError as error:
             raise JudgeError(f"{setting} needs the package openai: pip install 'prefed[judge]'") from error
         # A user who names another server, or runs another's file, may have this key in the environment.
-        keyless = key_variable == OPENAI_KEY and not _may_have_openai_key(parts.scheme, parts.hostname)
+        keyless = key_variable == OPENAI_KEY and not openai_or_here(url)
         key = "" if keyless else os.environ.get(key_variable, "").strip()
         self._key_hint = "check the key in " + (
             f"another variable: {OPENAI_KEY} is only sent to OpenAI and to servers on this machine"
@@ -296,20 +296,22 @@ class Endpoint:
         return text.replace(self._key, "(the key)") if self._key else text
 
 
-def _may_have_openai_key(scheme: str, host: str) -> bool:
+def openai_or_here(url: str) -> bool:
     """Whether a server is OpenAI's or on this machine.
 
-    >>> [_may_have_openai_key("https", f"api.openai.com{end}") for end in ("", ".evil.org")]
+    >>> [openai_or_here(f"https://api.openai.com{end}/v1") for end in ("", ".evil.org")]
     [True, False]
-    >>> [_may_have_openai_key("http", host) for host in ("localhost", "::1", "127.0.0.1.evil.org")]
+    >>> [openai_or_here(f"http://{host}/v1") for host in ("localhost", "[::1]:80", "127.0.0.1.evil.org")]
     [True, True, False]
     """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return _is_openai(scheme, host)
+        return _is_openai(parts.scheme, host)
 
 
 def _is_openai(scheme: str, host: str) -> bool:

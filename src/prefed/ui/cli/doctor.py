@@ -30,7 +30,10 @@ def doctor(
     out: RunOut = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check whether this machine has what an experiment or a site needs; downloads nothing."""
+    """Check whether this machine has what an experiment or a site needs.
+
+    Downloads nothing, and runs no code of yours that was never used here.
+    """
     findings = list(_findings(file, overrides or [], cell, hub, out))
     missing = [finding for finding in findings if finding.missing]
     if as_json:
@@ -79,10 +82,12 @@ def _of_file(
         yield from site_needs(config)
         return
     from prefed.config.experiment_table import load_cell
+    from prefed.core import plugins
     from prefed.networks.federation.experiment import load_federated
 
     load = load_cell if hub is None else load_federated
-    experiment = load(file, cell, overrides)
+    with plugins.unchanged(str(file)):  # this command checks; it is often the first one with a file
+        experiment = load(file, cell, overrides)
     from prefed.runs.environment import environment, needs
     from prefed.runs.run import default_out
 
