@@ -216,7 +216,8 @@ def test_init_shows_a_file(file, tmp_path, monkeypatch):
         ("./none.py", r"none.py: no such file"),
         ("./lg.py:OTHER", r"lg.py defines no OTHER"),
         ("./lg.py:SOURCE", r"lg.py:SOURCE is str, not a MethodKind"),
-        ("./sourceless.py", r"method 'lgfedavg' needs SOURCE in its module, /.*sourceless.py"),
+        ("./sourceless.py", r"method 'lgfedavg': /.*sourceless.py does not define SOURCE"),
+        ("./nameless.py", r"'lgfedavg' is not one of prefed: write MethodKind\(…, module=__name__\)"),
         ("./broken.py", r"broken.py cannot be imported: ZeroDivisionError"),
         ("./beside.py", r"No module named 'lg'; a file cannot import its neighbours, .*: prefed new method"),
         ("nopack.method:METHOD", r"no package is called 'nopack'; install it, or name a file"),
@@ -227,6 +228,7 @@ def test_what_is_wrong_is_named(name, problem, file, tmp_path):
     (tmp_path / "sourceless.py").write_text(
         METHOD.replace("SOURCE =", "PAPER =").replace("SOURCE,", "PAPER,")
     )
+    (tmp_path / "nameless.py").write_text(METHOD.replace(", module=__name__", ""))
     (tmp_path / "beside.py").write_text("from lg import METHOD\n")
     with pytest.raises(ConfigError, match=problem):
         Experiment.load(file, [f"method.name={name}"])

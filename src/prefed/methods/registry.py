@@ -41,10 +41,17 @@ class MethodKind:
 
     @property
     def _module(self) -> ModuleType:
-        module = import_module(self.module or f"prefed.methods.{self.name}")
+        builtin = f"prefed.methods.{self.name}"
+        try:
+            module = import_module(self.module or builtin)
+        except ModuleNotFoundError as error:
+            if error.name != builtin:
+                raise
+            why = f"method {self.name!r} is not one of prefed: write MethodKind(…, module=__name__)"
+            raise PluginError(why) from error
         if absent := [name for name in ("SOURCE", "Settings", "needs", "build") if not hasattr(module, name)]:
             place = getattr(module, "__file__", None) or module.__name__
-            raise PluginError(f"method {self.name!r} needs {', '.join(absent)} in its module, {place}")
+            raise PluginError(f"method {self.name!r}: {place} does not define {', '.join(absent)}")
         return module
 
     @property

@@ -270,7 +270,8 @@ def adapted(model: Any, config: ModelConfig, needs: frozenset[str]) -> Any:
     """Freeze ``model``, and adapt it with PEFT unless all weights train."""
     unknown = needs - PART_BUILDERS.keys() - _FLAGS
     if unknown:
-        raise ModelError(f"unknown parts of a model: {', '.join(sorted(unknown))}")
+        known = ", ".join(PART_BUILDERS)
+        raise ModelError(f"unknown parts of a model: {', '.join(sorted(unknown))} (parts: {known})")
     if config.quantize is not None and (parts := sorted(needs & _PRODUCTS)):
         raise ModelError(
             f"[model] quantize = {config.quantize!r} is not possible, because the method or the merge rule "
