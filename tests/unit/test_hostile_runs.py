@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import shlex
+from html.parser import HTMLParser
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +13,8 @@ from finished import write_run
 from prefed.runs.finished_run import RunError, read_run
 from prefed.trackers.tools import MLflow, Told
 from prefed.ui.cli import app
-from prefed.ui.pages.page import public_page
+from prefed.ui.pages.compare_page import render_comparison
+from prefed.ui.pages.page import public_page, render
 
 DEEP = f"{'[' * 100_000}{']' * 100_000}"
 
@@ -32,6 +35,9 @@ DEEP = f"{'[' * 100_000}{']' * 100_000}"
             '"origin": {"hardware": {"cores": "x"}}',
             "origin.hardware.cores: ",
         ),
+        ("summary.json", '"left_out": 0', '"origin": {"command": "prefed \'"}', "origin.command: "),
+        ("summary.json", '"trainable"', '"trained"', "parameters.trainable: "),
+        ("summary.json", '"left_out": 0', '"personal": {"gate": {"ann": {"x": 1}}}', "personal.gate.ann.x"),
         ("rounds.jsonl", '"dropped": []', '"dropped": [{}]', "line 1.dropped.line 1.client: "),
         ("rounds.jsonl", '"dropped": []', f'"dropped": {DEEP}', "maximum recursion"),
         ("config.toml", "seed = 1", f"seed = {DEEP}", "recursion"),
@@ -47,6 +53,21 @@ def test_an_odd_file_is_named(tmp_path, file, before, after, message):
         read_run(run)
     assert file in str(raised.value)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["cache", "cache/data", "align", "judge/ours", "checkpoint"])
+def test_a_link_leads_to_no_folder_elsewhere(tmp_path, name):
+    """Tokens, labels and verdicts are written below these. The control: a folder, and a link to a run."""
+    run = write_run(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=f"{name} is a link to a folder"):
+        read_run(run)
+    (run / name).unlink()
+    (run / name).mkdir()
+    (tmp_path / "link").symlink_to(run)
+    assert read_run(tmp_path / "link").name == "run"
 
 
 def test_other_ends_of_lines_end_no_round(tmp_path):
@@ -90,3 +111,51 @@ def test_a_name_is_no_formula_in_mlflows_table(monkeypatch):
     tracker.finish(Told(1, {}, ["client", "accuracy"], [["=cmd()", 0.5], ["ann", -0.5]], None))
     rows = list(csv.reader(io.StringIO(texts["clients.csv"])))
     assert rows[1:] == [["'=cmd()", "0.5"], ["ann", "-0.5"]]
+
+
+class Elements(HTMLParser):
+    """Start tags with the names of their attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.add((tag, tuple(name for name, _ in attributes)))
+
+
+HOSTILE = "\"'><img src=x onerror=alert(1)></title></style></script><script>alert(2)</script>"
+
+
+@pytest.mark.parametrize("page", [render, lambda run: render_comparison([run])])
+def test_no_text_of_a_record_is_an_element_or_an_attribute(tmp_path, page):
+    """Names of clients, metrics, models, methods, settings, versions, reasons, prompts and responses. The
+    control: the parser finds the elements in the text itself."""
+    pages = []
+    for name, text in (("a", HOSTILE), ("b", "word")):
+        clients = {f"{text} {k}": (0.25, 0.5, 0.75) for k in range(3)}
+        settings = {"model": {"name": text}, "method": {"name": text, "lr": 0.1, text: text}}
+        settings[text] = {text: text}
+        origin = {"command": f"prefed {shlex.quote(text)}", "hardware": {"processor": text, "system": text}}
+        run = write_run(
+            tmp_path / name,
+            clients,
+            settings=settings,
+            figures={text: [1.0, 2.0]},
+            method=text,
+            origin=origin,
+            versions={text: text},
+            set_aside={text: 3},
+            split=text,
+        )
+        lines = (run / "rounds.jsonl").read_text()
+        drop = json.dumps([{"client": text, "reason": text}])
+        (run / "rounds.jsonl").write_text(lines.replace('"dropped": []', f'"dropped": {drop}'))
+        answers = [("untouched", None, 0), ("shared", None, 1), ("own", f"{text} 0", 1)]
+        rows = [{"round": r, "model": m, "client": c, "prompt": text, "text": text} for m, c, r in answers]
+        (run / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pages.append(page(read_run(run)))
+    assert pages[0].count("alert(2)") >= 5
+    assert Elements(pages[0]).found == Elements(pages[1]).found
+    assert ("img", ("src", "onerror")) in Elements(HOSTILE).found

@@ -6,6 +6,7 @@ absent.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, NotRequired
@@ -16,6 +17,7 @@ from typing_extensions import TypedDict
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Block = Annotated[str, Field(pattern=r"^\d+$")]
 
 
 class FederatedMetric(TypedDict):
@@ -124,10 +126,17 @@ class Origin(TypedDict, total=False):
     """When a run finished, with which command and on which machine."""
 
     finished: Annotated[str, AfterValidator(datetime.fromisoformat)]
-    command: str
+    command: Annotated[str, AfterValidator(shlex.split)]
     hardware: Hardware
     code: dict[str, dict[str, str]]
     method: dict[str, str]
+
+
+class Parameters(TypedDict):
+    """Numbers of parameters that a client trains, and that an upload has."""
+
+    trainable: int
+    communicated: int
 
 
 class DataFigures(TypedDict, total=False):
@@ -186,8 +195,8 @@ class Summary(TypedDict):
     paper_gap: NotRequired[float]
     privacy: NotRequired[dict[str, Any]]
     stop: NotRequired[dict[str, Any]]
-    personal: NotRequired[dict[str, dict[str, dict[str, float | None]]]]
-    parameters: NotRequired[dict[str, int]]
+    personal: NotRequired[dict[str, dict[str, dict[Block, float | None]]]]
+    parameters: NotRequired[Parameters]
     bytes: Traffic
     seconds: Amount
     peak_memory_mb: NotRequired[float]
