@@ -211,6 +211,8 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"model": {"checkpointing": True}},
     "llama": {"model": {"name": "llama", "checkpointing": True}, "method": {"name": "fedper"}},
     "fedex": {"merge": {"lora": "fedex"}},
+    "flora, ranks": {"rounds": 2, "merge": {"lora": "flora", "ranks": {"left": 1}}},
+    "kto": {"data": {"format": "thumbs"}, "method": {"name": "ditto", "objective": "kto"}},
     "ppo": {"method": {"name": "feddpo", "objective": "ppo", "reward_model": "reward"}},
     "align": {"method": {"name": "fedbis"}, "align": {}},
     "align, tastes": {"method": {"name": "fedvpa"}, "align": {"tastes": "posteriors", "generations": 1}},
@@ -249,6 +251,7 @@ def tables_of(folder: Path, case: str, gpus: int) -> dict[str, Any]:
     tables, changes = small_experiment(folder, rounds=1), CASES.get(case, {"method": {"name": case}})
     tables["model"] |= {"gpus": gpus, **changes.get("model", {})}
     tables["method"] |= {"local_steps": 1, **changes.get("method", {})}
+    tables["data"] |= changes.get("data", {})
     for table, key in (("model", "name"), ("method", "reward_model")):
         if key in tables[table]:
             tables[table][key] = str(folder / tables[table][key])

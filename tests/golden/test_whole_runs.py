@@ -184,9 +184,12 @@ class Clients:
         loss: Callable[[Module, np.ndarray], Tensor],
         *,
         phase: str = "train",
-        lr: float = LR,
+        lr: float | Callable[[str], float] = LR,
     ) -> tuple[Module, float]:
-        """Gradient descent on ``loss`` of the adapter; the adapter and its mean loss."""
+        """Gradient descent on ``loss`` of the adapter; the adapter and its mean loss.
+
+        ``lr`` may depend on the tensor.
+        """
         visit = Key(SEED).at("round", number).at("exchange", "train").at("client", client).at("phase", phase)
         losses = []
         for step in range(STEPS):
@@ -195,9 +198,9 @@ class Clients:
             value = loss(leaves, order)
             slopes = torch.autograd.grad(value, [*leaves.values()])
             norm = float(torch.cat([slope.reshape(-1) for slope in slopes]).norm())
-            step_size = lr * min(1.0, CLIP / norm)
+            shorter = min(1.0, CLIP / norm)
             adapter = {
-                name: leaf.detach() - step_size * slope
+                name: leaf.detach() - (lr(name) if callable(lr) else lr) * shorter * slope
                 for (name, leaf), slope in zip(leaves.items(), slopes, strict=True)
             }
             losses.append(float(value.detach()))
@@ -310,6 +313,53 @@ def test_feddpa(place, tmp_path):
         near(strip(state), model, old)
     for client in SIZES:
         near(strip(loaded.private_state(client).tensors["personal"], "personal_lora"), own[client], first_own)
+
+
+def test_fedsdg(place, tmp_path):
+    """θ_g, θ_p and a together on W + s (B_g A_g + σ(a) B_p A_p) and L + λ_1 Σ m + λ_2 ‖θ_p‖²; the server adds
+    Σ_k w_k Δ_k with w_k ∝ max(0, cos(Δ_k, Δ̄)) and the unweighted mean Δ̄."""
+    rates = {"lora": LR, "personal_lora": OWN_LR, "gate": 8.0}
+    penalties = {"gate_penalty": 0.03, "personal_penalty": 0.02}
+    settings = {"personal_lr": OWN_LR, "gate_lr": rates["gate"], **penalties}
+    loaded, states = finish(place, tmp_path / "run", "fedsdg", settings=settings)
+    clients, start = Clients(loaded), {n: value.double() for n, value in loaded.backbone.initial.items()}
+    assert {name.split("/")[2] for name in start if name.endswith("/A")} == {"attn.c_proj", "mlp.c_proj"}
+    shared = {name: value for name, value in start.items() if name.startswith("lora/")}
+    first_own = {name: value for name, value in start.items() if name not in shared}
+    own = dict.fromkeys(SIZES, first_own)
+
+    def loss(it, rows):
+        gates = {name: value.sigmoid() for name, value in it.items() if name.startswith("gate/")}
+        personal = {n: v for n, v in it.items() if n.startswith("personal_lora/")}
+        gated = {n: gates[f"gate/{n[0]}"] * v for n, v in product(strip(personal, "personal_lora")).items()}
+        changed = {n: 2.0 * v for n, v in total(product(strip(it)), gated).items()}
+        penalty = penalties["gate_penalty"] * sum(gates.values()).sum()
+        penalty = penalty + penalties["personal_penalty"] * sum(v.square().sum() for v in personal.values())
+        return clients.dpo(changed, rows) + penalty
+
+    for number, state in enumerate(states, 1):
+        moves = []
+        for client in SIZES:
+            after, _ = clients.train(
+                shared | own[client], client, number, loss, lr=lambda name: rates[name.split("/")[0]]
+            )
+            own[client] = {name: after[name] for name in own[client]}
+            moves.append(torch.cat([(after[name] - shared[name]).reshape(-1) for name in shared]))
+        middle = sum(moves) / len(moves)
+        alpha = [max(0.0, float(torch.cosine_similarity(move, middle, dim=0))) for move in moves]
+        step = sum(a / sum(alpha) * move for a, move in zip(alpha, moves, strict=True))
+        parts = step.split([value.numel() for value in shared.values()])
+        old, shared = (
+            shared,
+            {
+                name: value + part.view_as(value)
+                for (name, value), part in zip(shared.items(), parts, strict=True)
+            },
+        )
+        near({name: state[name].double() for name in shared}, shared, old)
+    for client in SIZES:
+        found = loaded.private_state(client).tensors["personal"]
+        near({name: found[name].double() for name in first_own}, own[client], first_own)
 
 
 @pytest.mark.parametrize("name", ["feddpo", "ditto"])
