@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from finished import small_place
 from prefed.align import Alignment, ClientPrompts, Selectors, align
@@ -20,20 +21,27 @@ HELD = [f"Case {number}:" for number in range(24)]
 """The prompts that clients hold."""
 
 
-def make_place(folder):
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
     """A tiny model; a file of twelve prompts, of which clients hold two and one is there twice."""
-    folder = small_place(folder)
+    folder = small_place(tmp_path_factory.mktemp("place"))
     texts = [*(f"Case {number}:" for number in range(22, 31)), "Case 30:", "A word", "Two words", "Up"]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return folder
 
 
-def make_selectors(place):
+@pytest.fixture(scope="module")
+def selectors(place):
     """Three selectors at random places."""
     model = ModelConfig(name=str(place / "model"), lora={"rank": 2})
     backbone = load_backbone(model, Key(0))
     models = {f"selector-{k}": away(backbone.layout, backbone.initial, scale=0.3, seed=k) for k in range(3)}
     return Selectors(backbone, models, SelectorConfig(), max_length=64)
+
+
+@pytest.fixture
+def alignment(place, selectors, tmp_path):
+    return make_alignment(place, selectors, tmp_path / "align")
 
 
 def make_alignment(place, selectors, folder):

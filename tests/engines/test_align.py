@@ -14,7 +14,10 @@ from tests.cli.test_push import hub as hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from alignments import HELD, content, make_alignment, make_place, make_selectors, rows
+from alignments import HELD, content, rows
+from alignments import alignment as alignment
+from alignments import place as place
+from alignments import selectors as selectors
 from finished import small_experiment
 from prefed.align import AlignError, align
 from prefed.align.alignment import write_pairs
@@ -29,21 +32,6 @@ from prefed.runs.finished_run import RunError
 from prefed.runs.run import run
 from prefed.train.generation import prompt_ids
 from prefed.ui.cli import app
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
-
-
-@pytest.fixture(scope="module")
-def selectors(place):
-    return make_selectors(place)
-
-
-@pytest.fixture
-def alignment(place, selectors, tmp_path):
-    return make_alignment(place, selectors, tmp_path / "align")
 
 
 def plain_logits(model, texts=((5, 9, 2, 40), (7, 3, 11, 8))):

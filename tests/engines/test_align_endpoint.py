@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from alignments import HELD, make_alignment, make_place, make_selectors, rows
+from alignments import HELD, make_alignment, rows
+from alignments import place as place
+from alignments import selectors as selectors
 from endpoint import answer, completion, failure, serving
 from prefed.align import AlignError, completions
 from prefed.align.judge import JudgeError, endpoint
@@ -28,14 +30,9 @@ def environment(monkeypatch):
     monkeypatch.setattr(endpoint, "RETRIES", 0)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
-
-
 @pytest.fixture
-def alignment(place, tmp_path):
-    made = make_alignment(place, make_selectors(place), tmp_path / "align")
+def alignment(place, selectors, tmp_path):
+    made = make_alignment(place, selectors, tmp_path / "align")
     (made.folder / "stages").mkdir(parents=True)
     return made
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from alignments import align_killed, content, make_alignment, make_place, rows
+from alignments import align_killed, content, make_alignment, rows
+from alignments import place as place
 from prefed.align import AlignError, KnownTastes, Selectors, align
 from prefed.align.policy import read_state
 from prefed.align.tastes import Generation, draw, dumps_tastes, load_tastes
@@ -29,11 +30,6 @@ KNOWN = KnownTastes(
     prototypes=torch.tensor([[2.0, 0, 0, 0], [0, 2.0, 0, 0]]),
     labels={"warm": 0, "cold": 1, "mild": 1},
 )
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")

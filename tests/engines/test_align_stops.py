@@ -4,24 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from alignments import align_killed, content, make_alignment, make_place, make_selectors
+from alignments import align_killed, content
+from alignments import alignment as alignment
+from alignments import place as place
+from alignments import selectors as selectors
 from prefed.align import AlignError, align
 from prefed.core import Callback
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
-
-
-@pytest.fixture(scope="module")
-def selectors(place):
-    return make_selectors(place)
-
-
-@pytest.fixture
-def alignment(place, selectors, tmp_path):
-    return make_alignment(place, selectors, tmp_path / "align")
 
 
 def stop_at(alignment, stage, step):

@@ -30,7 +30,7 @@ from prefed.core import (
     files,
 )
 from prefed.core.wire import decode_state, encode
-from prefed.models import Backbone, ModelConfig, load_causal, load_pretrained, make_backbone, save_adapter
+from prefed.models import Backbone, ModelConfig, load_causal, load_tokenizer, make_backbone, save_adapter
 from prefed.models.adapters import atomic_folder
 from prefed.models.backbone import model_digest
 from prefed.models.tastes import TASTE_MAP
@@ -68,11 +68,8 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozen
         AlignError: the adapter does not fit the model.
     """
     from peft import PeftModel
-    from transformers import AutoTokenizer
 
-    tokenizer = load_pretrained(
-        AutoTokenizer, "[model] name", model.name, "tokenizer", revision=model.revision
-    )
+    tokenizer = load_tokenizer(model)
     causal = load_causal(model)
     if adapter is not None and model.quantize is not None:
         raise AlignError(

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from prefed.models.adapters import load_client, save_adapter, save_client, save_merged
     from prefed.models.backbone import Backbone, load_backbone, make_backbone
     from prefed.models.config import LoraSettings, ModelConfig, VariationalSettings
-    from prefed.models.pretrained import ModelError, load_causal, load_pretrained
+    from prefed.models.pretrained import ModelError, load_causal, load_pretrained, load_tokenizer
 
 __all__ = [
     "Backbone",
@@ -20,6 +20,7 @@ __all__ = [
     "load_causal",
     "load_client",
     "load_pretrained",
+    "load_tokenizer",
     "make_backbone",
     "save_adapter",
     "save_client",

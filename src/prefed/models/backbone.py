@@ -27,7 +27,7 @@ from prefed.models.pretrained import (
     head_width,
     keep_four_bits,
     load_causal,
-    load_pretrained,
+    load_tokenizer,
     own_forward,
     rope_settings,
     text_config,
@@ -209,12 +209,8 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     Raises:
         ModelError: the model cannot be loaded, has no module to adapt, or does not support a part.
     """
-    from transformers import AutoTokenizer
-
     config = with_dtype(config)
-    tokenizer = load_pretrained(
-        AutoTokenizer, "[model] name", config.name, "tokenizer", revision=config.revision
-    )
+    tokenizer = load_tokenizer(config)
     return make_backbone(load_causal(config), tokenizer, config, key, needs)
 
 

@@ -195,6 +195,17 @@ def brief(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:_REASON]
 
 
+def load_tokenizer(config: ModelConfig) -> Any:
+    """Load the base model's tokenizer.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    return load_pretrained(AutoTokenizer, "[model] name", config.name, "tokenizer", revision=config.revision)
+
+
 def load_causal(config: ModelConfig) -> Any:
     """Load the base model: weights in the dtype of :func:`with_dtype`, or linear layers in 4 bits.
 

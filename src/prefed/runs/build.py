@@ -27,7 +27,7 @@ from prefed.merge.rules import check_upload_count
 from prefed.methods import TrainingSettings, to_neighbours
 from prefed.methods.base import ClusterSettings, with_ranks
 from prefed.methods.base.settings import BaselineSettings
-from prefed.models import Backbone, load_backbone, load_pretrained
+from prefed.models import Backbone, load_backbone, load_tokenizer
 from prefed.models.pretrained import with_dtype
 from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.reference import reference_folder
@@ -48,12 +48,7 @@ def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
         DataError: the data cannot be used.
         ModelError: the tokenizer of the model cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
-    model = experiment.model
-    tokenizer = load_pretrained(
-        AutoTokenizer, "[model] name", model.name, "tokenizer", revision=model.revision
-    )
+    tokenizer = load_tokenizer(experiment.model)
     key = Key(experiment.seed).at("data")
     with timed("data"):
         dataset = build_dataset(experiment.data, tokenizer, key, folder, selector_settings(experiment))
