@@ -36,6 +36,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "pairs.jsonl").touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_bytes(bytes(3000))
+    (tmp_path / "model/model.safetensors").touch()
+    (tmp_path / "model/tokenizer.json").touch()
     return tmp_path
 
 
@@ -105,6 +107,43 @@ def test_a_full_disk_and_a_slow_clock(place, monkeypatch):
     assert "exp.toml was written: set the clock" in found["clock"][1]
 
 
+@pytest.mark.parametrize(
+    ("files", "lacks"),
+    [
+        (["tokenizer.json"], "no tokenizer"),
+        (["model.safetensors"], "no weights"),
+        (["config.json", "tokenizer.json"], "no config.json, no tokenizer"),
+    ],
+)
+def test_a_models_folder_lacks_files(place, monkeypatch, files, lacks):
+    """The run, which would find this once it has read the data, names them with the same words."""
+    for name in files:
+        (place / "model" / name).unlink()
+    text = f"the folder has {lacks}; give one with config.json, weights and tokenizer"
+    assert seen("exp.toml")[1]["model.name"] == (True, f"{place / 'model'}: {text}")
+    (place / "site.toml").write_text(
+        'federation = "wards"\nname = "north"\n[data]\ntrain = "pairs.jsonl"\n[model]\nname = "model"\n'
+    )
+    monkeypatch.setattr(federation, "check_installed", lambda: None)
+    missing, found = seen("site.toml")[1]["data and model"]
+    assert missing
+    assert found.endswith(text)
+
+
+def test_data_need_the_package_that_reads_them(place, monkeypatch):
+    """A Parquet file and a data set on the hub; neither is read."""
+    (place / "pairs.parquet").touch()
+    for source, package in (("pairs.parquet", "pyarrow"), ("someone/pairs", "datasets")):
+        words = ["exp.toml", "--set", f"data.train={source}"]
+        assert not seen(*words)[1]["data.train.path"][0]
+        monkeypatch.setattr("prefed.data.errors.find_spec", lambda name: None)
+        missing, text = seen(*words)[1]["data.train.path"]
+        assert missing
+        assert f"needs the package {package}: pip install 'prefed[datasets]'" in text
+        monkeypatch.undo()
+        monkeypatch.chdir(place)
+
+
 def test_a_folder_that_cannot_be_written(place):
     (place / "taken").touch()
     code, found = seen("exp.toml", "--out", "taken/run")
@@ -119,6 +158,8 @@ def test_extras_are_those_of_the_metadata(monkeypatch):
         environment, "requires", lambda name: ["torch", *lines, 'prefed[a,b]; extra == "both"']
     )
     assert [environment._is_here(name) for name in ("a", "b", "c", "both")] == [True, False, False, False]
+    monkeypatch.setattr(environment, "_is_here", lambda name: False)
+    assert seen()[1]["extras"][1].startswith("none; not installed: ")
 
 
 def test_every_listed_extra_is_documented():

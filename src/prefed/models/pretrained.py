@@ -16,6 +16,7 @@ import torch
 from prefed.core import huggingface
 from prefed.models.config import Dtype, ModelConfig, present_devices
 
+NEEDED = "give one with config.json, weights and tokenizer"
 _REASON = 400
 """Maximum length of a library's message to repeat."""
 
@@ -123,8 +124,8 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         ModelError: it cannot be loaded.
     """
     silence_transformers()
-    folder, needed = Path(name), "give one with config.json, weights and tokenizer"
-    absent = _absent(folder) if folder.is_dir() else []
+    folder, needed = Path(name), NEEDED
+    absent = absent_files(folder) if folder.is_dir() else []
     empty = folder.is_dir() and not any(folder.iterdir())
     what_lacks = "is empty" if empty else f"has no {', no '.join(absent)}"
     lacks = ModelError(f"{key} = {name!r}: the folder {what_lacks}; {needed}")
@@ -180,7 +181,7 @@ def _is_empty(loaded: Any) -> bool:
     return bool(words) and not words.keys() - loaded.get_added_vocab().keys()
 
 
-def _absent(folder: Path) -> list[str]:
+def absent_files(folder: Path) -> list[str]:
     """Return the required files that a model folder lacks."""
     files = {
         "config.json": ("config.json",),

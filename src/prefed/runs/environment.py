@@ -21,10 +21,11 @@ from prefed.config import Experiment
 from prefed.core import files
 from prefed.core.strict_settings import flatten
 from prefed.core.text import is_ours, one_line, pluralize, size
+from prefed.data.errors import require as require_for_data
 from prefed.data.sources.huggingface import looks_like_hub_name
 from prefed.engines import check_backend, check_devices
 from prefed.methods.base.settings import BaselineSettings
-from prefed.models.pretrained import check_dtype, check_quantized, find_device
+from prefed.models.pretrained import NEEDED, absent_files, check_dtype, check_quantized, find_device
 from prefed.privacy.accountant import require
 from prefed.runs.align import check_alignment, what_is_sent
 from prefed.runs.dry_run import existing_parent
@@ -73,7 +74,7 @@ def environment(out: Path, newest: Iterable[Path] = ()) -> Iterator[Finding]:
     named = [name for name in here if name not in DEVELOPMENT]
     absent = ", ".join(name for name in named if not here[name])
     present = ", ".join(name for name in named if here[name])
-    yield Finding("extras", present + (absent and f"; not installed: {absent}"))
+    yield Finding("extras", (present or "none") + (absent and f"; not installed: {absent}"))
     yield Finding("devices", _devices())
     yield checked("disk", lambda: f"{size(shutil.disk_usage(existing_parent(out)).free)} free for {out}")
     yield _clock((Path(prefed.__file__), *newest))
@@ -161,7 +162,7 @@ def _model(name: str, revision: str | None, out: Path) -> str:
     """Find a model, and space for a copy of it.
 
     Raises:
-        FileNotFoundError: it is not on this machine.
+        FileNotFoundError: it is not on this machine, or not whole.
         WriteError: there is no space for one more.
     """
     folder = Path(name).expanduser()
@@ -179,6 +180,7 @@ def _model(name: str, revision: str | None, out: Path) -> str:
                 f"the hub can be reached; otherwise copy it here (hf download {name})"
             )
         folder = Path(config).parent
+    check_model_folder(name, folder)
     whole, free = files.folder_size(folder), shutil.disk_usage(existing_parent(out)).free
     if free < whole:
         raise files.WriteError(
@@ -188,10 +190,19 @@ def _model(name: str, revision: str | None, out: Path) -> str:
     return f"{name}, {size(whole)}"
 
 
+def check_model_folder(name: str, folder: Path) -> None:
+    """Raise FileNotFoundError if the folder of a model lacks its configuration, weights or tokenizer."""
+    if absent := absent_files(folder):
+        raise FileNotFoundError(f"{name}: the folder has no {', no '.join(absent)}; {NEEDED}")
+
+
 def _data(path: str) -> str:
-    """Find a source of data; raises FileNotFoundError."""
+    """Find a source of data; raises FileNotFoundError, or DataError if a package is missing to read it."""
     if Path(path).expanduser().exists():
+        if path.endswith(".parquet"):
+            require_for_data("pyarrow", f"{path}: a Parquet file")
         return path
     if looks_like_hub_name(path):
+        require_for_data("datasets", f"{path}, on the Hugging Face hub,")
         return f"{path}: on the Hugging Face hub, unless it is in the cache"
     raise FileNotFoundError(f"{path}: no such file or folder; correct the path")

@@ -15,7 +15,7 @@ from prefed.networks.federation.flare.kits import Kits, address
 from prefed.networks.federation.flare.process import is_loopback
 from prefed.networks.federation.flare.site import check_kit
 from prefed.networks.federation.transport import FederationError
-from prefed.runs.environment import Finding, checked
+from prefed.runs.environment import Finding, check_model_folder, checked
 
 TIMEOUT = 5.0
 """Seconds to wait for the hub's machine."""
@@ -50,6 +50,9 @@ def site_needs(config: SiteConfig) -> Iterator[Finding]:
 
     def places() -> str:
         check_places(config)
+        for name in (config.model.name, config.model.reward_model):
+            if name is not None and (folder := Path(name).expanduser()).is_dir():
+                check_model_folder(name, folder)
         return config.model.name
 
     yield checked("data and model", places)
