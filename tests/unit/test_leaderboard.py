@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -217,6 +218,16 @@ def test_what_cannot_be_a_method_is_refused(tmp_path, monkeypatch):
     assert "--set method.beta=1: method.beta: no such key" in message
     assert "without --only and --method" in error("--method", "local", "--seeds", "2", code=2)
     assert not Path("out").exists()
+
+
+def test_the_published_leaderboard_is_what_a_sweep_writes(tmp_path):
+    """The page in the documentation is that of ``leaderboard.json``, in which every method has every task."""
+    shutil.copy(EXPERIMENTS / "bench/leaderboard.json", tmp_path)
+    tasks = json.loads((tmp_path / "leaderboard.json").read_text("utf-8"))
+    assert set(tasks) == set(BENCH)
+    assert len({tuple(task["methods"]) for task in tasks.values()}) == 1
+    page = EXPERIMENTS.parent / "docs/leaderboard.md"
+    assert write_leaderboard(tmp_path).read_text("utf-8") == page.read_text("utf-8")
 
 
 # The tasks
