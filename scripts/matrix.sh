@@ -12,7 +12,7 @@
 # Needs uv (`pip install "prefed[release]"`), whose settings apply: UV_FIND_LINKS=FOLDER takes wheels from a
 # folder, UV_PYTHON_DOWNLOADS=never only the Pythons that are here.
 set -u
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 [ $# -gt 0 ] || set -- 3.11 3.12 3.13 3.14
 
 # What prefed calls in other libraries: transformers and PEFT, files of data, trackers, judges, ε, secure sums,

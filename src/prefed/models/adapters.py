@@ -244,8 +244,8 @@ def save_merged(
     changed = {n.partition("/")[0] for n in tensors if not torch.equal(tensors[n], backbone.reference[n])}
     if "bottleneck" in changed:
         raise ModelError(
-            "a bottleneck cannot be merged into a plain model; export the client's folder and load it with "
-            "prefed.models.load_client"
+            "a bottleneck cannot be merged into a plain model; export without --merge, and load the client's "
+            "folder with prefed.models.load_client"
         )
     backbone.load(tensors)
     added = OneTaste.of(backbone, taste)

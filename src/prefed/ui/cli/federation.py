@@ -126,7 +126,8 @@ def federate(
         if strangers := sorted(set(chosen) - set(kits.sites)):
             raise ValueError(f"--sites: {strangers[0]!r} has no kit (sites: {', '.join(kits.sites)})")
         rounds = pluralize(experiment.rounds, "round", "rounds")
-        console.print(f"{experiment.method.name}, {rounds}, {len(chosen)} sites → {path}", markup=False)
+        counted = pluralize(len(chosen), "site", "sites")
+        console.print(f"{experiment.method.name}, {rounds}, {counted} → {path}", markup=False)
         terms = Terms(kits.federation, chosen, wait, at_least, visit, most_clients, most_pairs)
         with FlareTransport(kits) as transport:
             summary = federate_experiment(
