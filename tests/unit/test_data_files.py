@@ -239,14 +239,26 @@ def test_an_encoding_must_exist(tmp_path):
 
 
 def test_ten_problems_are_listed_and_then_it_stops(tmp_path):
-    """Rows 1 to 30 are all wrong. Ten are named, and the eleventh is never read."""
+    """Rows 1 to 30 are all wrong in the same way. Ten are named in a line, and the eleventh is never read."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"no\n" * 30)
     with pytest.raises(DataError) as caught:
         read(path)
-    assert str(caught.value).count("a.jsonl, row") == 10
+    assert str(caught.value).count("a.jsonl, row") == 1
+    assert "row 1: not JSON" in str(caught.value)
+    assert "(also rows 2, 3, 4, 5, 6, 7, 8, 9, 10)" in str(caught.value)
     assert "stopped after 10 errors" in str(caught.value)
-    assert "row 11:" not in str(caught.value)
+    assert "11" not in str(caught.value).rpartition("(")[2]
+
+
+def test_a_list_with_the_name_of_lines_is_one_problem(tmp_path):
+    """Each of its rows is no JSON, and its name is what is wrong. The control: renamed, it is read."""
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"a": 1}, {"a": 2}], indent=1))
+    with pytest.raises(
+        DataError, match=r"a.jsonl: a JSON list, not one object per line; rename it to .json$"
+    ):
+        read(tmp_path / "a.jsonl")
+    assert len(list(read((tmp_path / "a.jsonl").rename(tmp_path / "a.json")))) == 2
 
 
 def all_records(source, **settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,8 +98,7 @@ class ErrorCollector:
     Traceback (most recent call last):
     ...
     prefed.data.errors.DataError: unusable rows (stopped after 2 errors):
-      a.jsonl, row 1: chosen is empty
-      a.jsonl, row 5: chosen is empty
+      a.jsonl, row 1: chosen is empty (also row 5)
     """
 
     limit: int = 10
@@ -149,5 +149,16 @@ class ErrorCollector:
         if not self.messages:
             return
         head = "unusable rows" + (f" (stopped after {self.limit} errors)" if stopped else "")
-        text = f"{head}:\n  " + "\n  ".join(self.messages)
+        text = f"{head}:\n  " + "\n  ".join(self._alike())
         raise DataError("\n".join([text, *self._remedies, *([self.hint] if self.hint else [])]))
+
+    def _alike(self) -> Iterator[str]:
+        """Yield the first of several messages of a file that differ only in numbers, with the other rows."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for message in self.messages:
+            file, _, rest = message.partition(", row ")
+            groups.setdefault((file, re.sub(r"[0-9a-f]*\d[0-9a-f]*", "", rest)), []).append(message)
+        for first, *others in groups.values():
+            rows = [match[1] for other in others if (match := re.search(r", row (\d+): ", other))]
+            also = f" (also row{'s' * (len(rows) > 1)} {', '.join(rows)})" if rows else ""
+            yield first + also

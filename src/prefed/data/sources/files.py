@@ -161,6 +161,8 @@ def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[
         try:
             value = json.loads(line.rstrip("\r\n"))
         except json.JSONDecodeError as error:
+            if number == 1 and line.strip() == "[":
+                raise DataError(f"{path}: a JSON list, not one object per line; rename it to .json") from None
             # Some messages of json already end in "at".
             errors.add(location, f"not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}")
             continue

@@ -165,7 +165,14 @@ def metrics_table(title: str, metrics: Sequence[Figure], pairs: Callable[[str], 
         rows.append((more, []))
     spreads = [spread(metric.values) for metric in metrics]
     summary = [(name, ["", *(f"{of(s):.3f}" for s in spreads)]) for name, of in SPREAD.items()]
-    return Table(title, ["client", "pairs", *(metric.label for metric in metrics)], rows, summary)
+    heads = ["client", "pairs", *(metric.label for metric in metrics)]
+    return Table(title, heads, rows, without_repeated_tenth(summary))
+
+
+def without_repeated_tenth(rows: Sequence[Row]) -> list[Row]:
+    """Leave out the row "worst tenth" if it is equal to "worst client", as with few clients."""
+    cells = dict(rows)
+    return [row for row in rows if row[0] != "worst tenth" or row[1] != cells["worst client"]]
 
 
 def unseen_table(unseen: Mapping[str, FederatedMetric], taste: str | None = None) -> Table:

@@ -23,7 +23,16 @@ from prefed.runs.metrics import (
 )
 from prefed.train.metrics import MEAN_METRICS, small_clients_note
 from prefed.ui.pages.selector_agreement import agreement_table
-from prefed.ui.pages.tables import LISTED, Row, Table, lowest_clients, metrics_table, terminal, unseen_table
+from prefed.ui.pages.tables import (
+    LISTED,
+    Row,
+    Table,
+    lowest_clients,
+    metrics_table,
+    terminal,
+    unseen_table,
+    without_repeated_tenth,
+)
 from prefed.ui.pages.tastes import tastes_line
 
 if TYPE_CHECKING:
@@ -110,6 +119,9 @@ def verdict(summary: Summary) -> str:
     'preference accuracy 0.500 → 0.600, mean over clients; higher than before for 1 of 2 clients'
     >>> verdict({**summary, "shared_accuracy": over(0.7, 0.8, 0.6)}).partition("; ")[2]
     'higher than before for 1 of 2 clients, higher than the shared model for 0 of 2'
+    >>> longer = {"preference_accuracy": over(0.0, 0.0, 0.0), "reward_accuracy": over(1.0, 1.0, 1.0)}
+    >>> verdict({**summary, **longer}).partition(". ")[2].partition(",")[0]
+    'Reward accuracy 1.000: training raises the chosen responses'
     """
     before, after = summary["baseline_accuracy"], summary["preference_accuracy"]
 
@@ -124,6 +136,10 @@ def verdict(summary: Summary) -> str:
     if "shared_accuracy" in summary:
         higher, clients = better(summary["shared_accuracy"])
         text += f", higher than the shared model for {higher:,} of {clients:,}"
+    reward = summary.get("reward_accuracy", after)["mean"]
+    if after["mean"] <= before["mean"] and after["mean"] < 0.5 < reward:
+        text += f". Reward accuracy {reward:.3f}: training raises the chosen responses, but most, often the "
+        text += "longer ones, are still less likely"
     return text
 
 
@@ -203,7 +219,7 @@ def _clients(summary: Summary, more: Mapping[str, Mapping[str, Any]]) -> Table:
     ]
     rounds = pluralize(summary["rounds"], "round", "rounds")
     title = f"{summary['method']}, {rounds}: preference accuracy on {summary['split']} pairs"
-    return Table(title, ["client", "pairs", *columns], rows, spreads)
+    return Table(title, ["client", "pairs", *columns], rows, without_repeated_tenth(spreads))
 
 
 def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> None:
