@@ -71,7 +71,7 @@ def test_a_run_from_start_to_end(place):
     )
     for number in range(6):
         assert f"Client {number}/ü" in output
-    for words in ("shared", "own", "worst tenth", "adapter: runs/", "summary: runs/", "traffic "):
+    for words in ("shared", "own", "worst client", "adapter: runs/", "summary: runs/", "traffic "):
         assert words in output
     assert {path.name for path in out.iterdir()} == {
         "config.toml", "rounds.jsonl", "summary.json", "run.log", "checkpoint", "adapters",
@@ -140,7 +140,7 @@ def test_a_cohort_that_nobody_can_fill_leaves_no_directory(place):
 def test_resuming_a_finished_run_shows_it_again(place):
     prefed_("run", "exp.toml", "--out", "a")
     before = toy.outcome(place / "a")
-    assert "worst tenth" in prefed_("run", "exp.toml", "--out", "a", "--resume")
+    assert "worst client" in prefed_("run", "exp.toml", "--out", "a", "--resume")
     assert toy.outcome(place / "a") == before
 
 

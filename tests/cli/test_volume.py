@@ -56,7 +56,7 @@ def test_verbose_tells_phases_and_where_the_time_goes(place):
     """The toy's round has the exchange train with 3 clients, every second one the exchange score with all 6,
     and each an evaluation and a commit. The shares of the parts at the end add up to the whole."""
     output, errors = told("run", "exp.toml", "-v", "--out", "a")
-    assert "worst tenth" in output
+    assert "worst client" in output
     phases = re.findall(r"^(\w+) \(round (\d)(?:, (\d) clients)?\): [\d.]+ s$", errors, re.MULTILINE)
     expected = []
     for number in "1234":

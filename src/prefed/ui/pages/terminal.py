@@ -380,7 +380,9 @@ def print_dataset_statistics(statistics: DatasetStatistics, console: Console) ->
     console.print(
         "prompt, response: tokens (median/95%/max). JSD: distance from all clients' pairs together, 0 to 1."
     )
-    whole = [(name, [text]) for name, text in _dataset_rows(statistics, categorised)]
+    unit = "thumbs" if thumbs else "pairs"
+    facts = _dataset_rows(statistics, categorised)
+    whole = [(name.replace("pairs", unit), [text]) for name, text in facts]
     console.print(terminal(Table("", ["all clients", ""], whole)))
 
 
