@@ -217,15 +217,13 @@ class Memory:
         return f"  {self.most[name]:9.0f} MiB" if name in self.most else ""
 
 
-def matmul_peak(*shapes: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> float:
-    """GFLOP/s of the fastest of matrix products, each the best of eight by PyTorch's own and prefed's.
+def matmul_rate(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> float:
+    """GFLOP/s of products ``[m, k] @ [n, k].T``, the best of eight by PyTorch's own and prefed's each."""
+    a, b = (torch.randn(rows, k, dtype=dtype, device=DEVICE) for rows in (m, n))
+    best = min(cpu_ms(partial(multiply, a, b.t())) for multiply in (torch.mm, matmul) for _ in range(8))
+    return 2 * m * n * k / best / 1e6
 
-    Args:
-        shapes: (m, n, k) of products ``[m, k] @ [n, k].T``; one of 2,048 in each direction if left out.
-    """
-    rates = []
-    for m, n, k in shapes or ((2048, 2048, 2048),):
-        a, b = (torch.randn(rows, k, dtype=dtype, device=DEVICE) for rows in (m, n))
-        best = min(cpu_ms(partial(multiply, a, b.t())) for multiply in (torch.mm, matmul) for _ in range(8))
-        rates.append(2 * m * n * k / best / 1e6)
-    return max(rates)
+
+def matmul_peak(*shapes: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> float:
+    """GFLOP/s of the fastest of products (m, n, k); one of 2,048 in each direction if left out."""
+    return max(matmul_rate(*shape, dtype=dtype) for shape in shapes or ((2048, 2048, 2048),))

@@ -16,18 +16,20 @@ included, each side in a process of its own, with the largest batch; with a GPU 
 ``--bf16`` adds both sides in bf16: the weights' dtype, and TRL's own ``bf16``.
 
 The last lines compare prefed's time with the matrix products that a step cannot do without: their rate as a
-share of the fastest product of a batch with one of the model's weights, in the same dtype. On a CPU they also
-say where a profiled step's time goes.
+share of the fastest product of a batch with one of the model's weights, in the same dtype. On a CPU a table
+says where a profiled step's time goes, with the rate of its products and the fastest one at their shapes.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,9 +45,11 @@ from common import (
     Memory,
     Pairs,
     base_model,
+    cpu_ms,
     load_pairs,
     lora_config,
     matmul_peak,
+    matmul_rate,
     parse_with_model,
     timed,
 )
@@ -58,6 +62,7 @@ from prefed.engines.backend import peak_memory_mb
 from prefed.models import LoraSettings, ModelConfig, make_backbone
 from prefed.models.families import FAMILIES
 from prefed.train import PairTrainer
+from prefed.train.logprobs import BLOCK
 
 BETA, LR, RANK = 0.1, 1e-4, 8
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "mkldnn::_linear_pointwise"}
@@ -195,24 +200,52 @@ def needed_flops(model: Any, pairs: Pairs, rows: np.ndarray) -> float:
     return total
 
 
-def shares(side: Prefed, rows: np.ndarray) -> dict[str, float]:
-    """Kind of work → its share of the CPU time of a step, by PyTorch's profiler."""
+def kind_of(event: Any, config: Any) -> str:
+    """The kind of work of a profiled operation, by its name and the shapes of its operands."""
+    shapes = [shape for shape in event.input_shapes if shape]
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    last = {shape[-1] for shape in shapes}
+    if event.key in PRODUCTS:
+        sizes = {size for shape in shapes for size in shape}
+        if RANK in sizes:
+            return "products with LoRA's factors"
+        vocabulary = config.vocab_size % BLOCK or BLOCK
+        return "the head's products" if sizes & {BLOCK, vocabulary} else "products with frozen weights"
+    if "attention" in event.key:
+        return "attention"
+    if "adam" in event.key:
+        return "optimiser"
+    if inner in last or "silu" in event.key or "gelu" in event.key:
+        return "activation"
+    if any(len(shape) == 4 for shape in shapes):
+        return "rotary embedding, layout of heads"
+    if last & {BLOCK, config.vocab_size % BLOCK}:
+        return "softmax of the head"
+    return "norms, residuals" if config.hidden_size in last else "all else"
+
+
+def breakdown(side: Prefed, rows: np.ndarray, dtype: torch.dtype) -> None:
+    """Print the kinds of work of a step: share of its profiled CPU time, and rates of its products."""
+    whole = min(cpu_ms(partial(side.step, rows)) for _ in range(3))
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
         side.step(rows)
-    took = {
-        "products with frozen weights": 0.0,
-        "products with LoRA's": 0.0,
-        "attention": 0.0,
-        "all else": 0.0,
-    }
+    took, flops, fastest = Counter[str](), Counter[str](), Counter[str]()
     for event in trace.key_averages(group_by_input_shape=True):
-        if event.key in PRODUCTS:
-            lora = any(RANK in shape for shape in event.input_shapes)
-            kind = "products with LoRA's" if lora else "products with frozen weights"
-        else:
-            kind = "attention" if "attention" in event.key else "all else"
+        kind = kind_of(event, side.backbone.text_config)
         took[kind] += event.self_cpu_time_total
-    return {kind: time / sum(took.values()) for kind, time in took.items()}
+        if kind in ("products with frozen weights", "the head's products"):
+            left, right = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
+            (m, k), n = left, math.prod(right) // left[1]
+            flops[kind] += event.count * 2 * m * n * k
+            fastest[kind] += event.count * 2 * m * n * k / matmul_rate(m, n, k, dtype) / 1e6
+    print(
+        "    | kind of work | share of the time | GFLOP/s | fastest at these shapes |\n    |---|---|---|---|"
+    )
+    for kind, time in took.most_common():
+        share = time / took.total()  # of wall time, which other programs lengthen
+        rates = [flops[kind] / each / 1e6 for each in (share * whole, fastest[kind])] if flops[kind] else []
+        cells = [f"{rate:.0f}" for rate in rates] or ["", ""]
+        print(f"    | {kind} | {100 * share:.0f}% | {' | '.join(cells)} |")
 
 
 def add_peer(base: Any, name: str, pairs: Pairs, args: argparse.Namespace, reference: np.ndarray) -> Trl:
@@ -321,8 +354,7 @@ def main() -> None:
         peak = matmul_peak(*((tokens, *size) for size in weights(model)), dtype=dtype)
         print(f"  {name}: needed work at {rate:.0f} GFLOP/s, {100 * rate / peak:.0f}% of {peak:.0f}")
         if not torch.cuda.is_available():
-            parts = shares(ours[name], batches[-1]).items()
-            print("    " + ", ".join(f"{kind} {100 * share:.0f}%" for kind, share in parts))
+            breakdown(ours[name], batches[-1], dtype)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -82,42 +83,34 @@ DEVICES = {
 LAUNCH = 5e-6
 """Seconds of the host per operation of PyTorch: an assumption, since no data sheet has it."""
 
+
+def shape(
+    kind: Any,
+    width: int,
+    inner: int,
+    blocks: int,
+    heads: int,
+    keys: int,
+    vocabulary: int,
+    tied: bool = True,
+) -> Callable[[], Any]:
+    """Return what makes a configuration; ``keys`` is the number of heads of keys and values."""
+    return lambda: kind(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+    )
+
+
 SHAPES: Mapping[str, Callable[[], Any]] = {
-    "smollm2-135m": lambda: transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    ),
-    "qwen2-0.5b": lambda: transformers.Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "qwen2-1.5b": lambda: transformers.Qwen2Config(
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "llama-3-8b": lambda: transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
+    "smollm2-135m": shape(transformers.LlamaConfig, 576, 1536, 30, 9, 3, 49152),
+    "qwen2-0.5b": shape(transformers.Qwen2Config, 896, 4864, 24, 14, 2, 151936),
+    "qwen2-1.5b": shape(transformers.Qwen2Config, 1536, 8960, 28, 12, 2, 151936),
+    "llama-3-8b": shape(transformers.LlamaConfig, 4096, 14336, 32, 32, 8, 128256, tied=False),
 }
 
 SIDES = (
@@ -339,16 +332,13 @@ def gpu_code(trace: Trace) -> Iterator[None]:
             return torch.mm(left, right, out_dtype=torch.float32)
         return product(left, right)
 
-    def tile(*args: Any, **_: Any) -> None:
+    def tile(times: int, *args: Any, **_: Any) -> None:
         """TRL's Triton kernel reads a tile of logits; backward it also writes it."""
-        trace.add(0.0, size_of(args[0]))
+        trace.add(0.0, times * size_of(args[0]))
 
     def add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         rows, inner = left.shape
         trace.add(2.0 * rows * inner * right.shape[1], 2 * size_of(into) + size_of(left) + size_of(right))
-
-    def tile_back(*args: Any, **_: Any) -> None:
-        trace.add(0.0, 2 * size_of(args[0]))
 
     def supported() -> list[str]:
         return ["cuda", "meta"]
@@ -357,8 +347,8 @@ def gpu_code(trace: Trace) -> Iterator[None]:
     with (
         patch.object(packed, "_varlen", counted),
         patch.object(logprobs, "product", wide),
-        patch.object(head_of_trl, "_forward_tile", tile),
-        patch.object(head_of_trl, "_backward_tile", tile_back),
+        patch.object(head_of_trl, "_forward_tile", partial(tile, 1)),
+        patch.object(head_of_trl, "_backward_tile", partial(tile, 2)),
         patch.object(head_of_trl, "_addmm_fp32", add_product),
         patch("torch.utils._foreach_utils._get_foreach_kernels_supported_devices", supported),
         patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", supported),

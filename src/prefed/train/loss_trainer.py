@@ -122,16 +122,15 @@ class LossTrainer:
 
         They train the same tensors on the same objective, and :meth:`shared_tokens` has a value for each.
         """
-        model, (_, _, first) = self._model, starts[0]
+        model, (first_visit, _, first) = self._model, starts[0]
         from prefed.models.stacked_lora import Stack
 
-        stack = Stack(model.backbone, len(starts))
+        loss, stack = self._find(first.objective, first_visit.rows), Stack(model.backbone, len(starts))
         plans = [list(batches(v.rows, phase, v.key.at("phase", phase.name))) for v, _, phase in starts]
         members: dict[int, _Member] = {}
         # The clients that still train are always the first members.
         for number in sorted(range(len(starts)), key=lambda number: -len(plans[number])):
             visit, tensors, phase = starts[number]
-            loss = self._find(phase.objective, visit.rows)
             self._fill(loss, plans[number], visit.rows)
             backbone = stack.members[len(members)]
             backbone.load(tensors)
