@@ -1,7 +1,7 @@
 """Rewards on frozen hidden states, of which each client has its own mixture.
 
 h is the hidden state of a response, as in :mod:`prefed.models.tastes`. All clients share the parameters of
-one of two rewards, and a client has K logits of its own, with w = softmax(logits) on the simplex::
+one of two rewards, and each client has its own K logits, with w = softmax(logits) on the simplex::
 
     LoRe    r(h) = w · B h                       B ``[K, d]``: K rewards          (arXiv:2504.14439)
     PAL-A   r(h) = −‖f(h) − f(Σ_k w_k p_k)‖      f: an MLP to ``[width]``,        (arXiv:2406.08469)

@@ -71,7 +71,7 @@ def _own_products(
     into: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Multiply each client's rows of ``[T, K]`` by its own one of ``[N, K, M]``: ``[T, M]``.
+    """Multiply each client's rows of ``[T, K]`` by its own matrix in ``[N, K, M]``: ``[T, M]``.
 
     A single product over all clients' factors, with zeros at others' rows, would cost a CPU more and would
     spread values that are not finite to other clients.
@@ -100,7 +100,7 @@ def _own_sums(rows: ClientRows, left: torch.Tensor, right: torch.Tensor) -> torc
 
 
 class _StackedLoraLinear(torch.autograd.Function):
-    """:class:`prefed.models.fused_lora._LoraLinear` with factors of its own for each client's rows.
+    """:class:`prefed.models.fused_lora._LoraLinear` with separate factors for each client's rows.
 
     Gradients of the factors are added to ``into``, since autograd would copy these strided views.
     """

@@ -1,7 +1,7 @@
 """Visits of several clients in lockstep: a step of all of them is one pass over the frozen model.
 
-A method's code for a visit does not change. Each visit runs in a thread of its own, but only one thread runs
-at a time. A visit that starts a phase waits until every other one has started a phase or has ended.
+A method's code for a visit does not change. Each visit runs in its own thread, but only one thread runs at
+a time. A visit that starts a phase waits until every other one has started a phase or has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Stop(BaseException):
 
 
 class _Turn(Generic[T]):
-    """A visit in a thread of its own, which runs during :meth:`resume` only.
+    """A visit in its own thread, which runs only during :meth:`resume`.
 
     Attributes:
         start: the phase that the visit waits for; ``None`` after its end.

@@ -1,4 +1,4 @@
-"""The steps of a round with shared rewards and a client's own weights of them (LoRe, PAL)."""
+"""The steps of a round with shared rewards, which each client weights in its own way (LoRe, PAL)."""
 
 from __future__ import annotations
 

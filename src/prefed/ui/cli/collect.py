@@ -43,7 +43,7 @@ def collect(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Offer the answers “both good” and “both bad”, kept in FILE as thumbs.",
+            help="Offer the answers “both good” and “both bad”, saved to FILE as thumbs.",
         ),
     ] = None,
     client: Annotated[

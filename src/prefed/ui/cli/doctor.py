@@ -32,7 +32,7 @@ def doctor(
 ) -> None:
     """Check whether this machine has what an experiment or a site needs.
 
-    Downloads nothing, and runs no code of yours that was never used here.
+    Downloads nothing, and does not run your own code unless it was used on this machine before.
     """
     findings = list(_findings(file, overrides or [], cell, hub, out))
     missing = [finding for finding in findings if finding.missing]

@@ -265,7 +265,7 @@ def judge(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a judge compare a finished run's model with another: win rates, and a file of verdicts."""
+    """Let a judge compare a finished run's model with another; writes win rates and verdicts."""
     from prefed.align.judge.names import split_name
     from prefed.config.align import KEY, OPENAI_KEY, URL, EndpointConfig, JudgeOptions
     from prefed.core.plugins import allow, is_code
