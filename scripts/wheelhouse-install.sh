@@ -24,6 +24,8 @@ wanted=$(cat "$here/python")
     echo "install: the wheelhouse is damaged or was changed; nothing is installed" >&2
     exit 1
 }
+echo "install: all files are as they were made; installing $(wc -l <"$here/requirements.txt") packages takes some minutes"
+umask 022 # other users run it, e.g. that of a service
 "$python" -m venv "$1"
 "$1/bin/python" -m pip --isolated --disable-pip-version-check install --quiet --no-index \
     --find-links "$here/wheels" --require-hashes --no-deps --requirement "$here/requirements.txt"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,3 +240,41 @@ def test_a_wheelhouse_is_constrained_to_one_version_of_each_package() -> None:
         held = [each.name for each in constraints if each.marker is None or each.marker.evaluate(here)]
         assert len(held) == len(set(held))
         assert {name for name in twice if twice[name] == 2} <= set(held)
+
+
+def test_a_wheelhouse_installs_for_all_users_and_only_what_was_made(tmp_path: Path) -> None:
+    """A service's user runs what root installs with umask 077. A changed file stops the installation."""
+    house, venv = tmp_path / "house", tmp_path / "prefed"
+    (house / "wheels").mkdir(parents=True)
+    wheel = house / "wheels" / "prefed-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("own.py", "def main(): print('prefed 1')")
+        info = {
+            "METADATA": "Metadata-Version: 2.1\nName: prefed\nVersion: 1\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "entry_points.txt": "[console_scripts]\nprefed = own:main\n",
+            "RECORD": "",
+        }
+        for name, text in info.items():
+            archive.writestr(f"prefed-1.dist-info/{name}", text)
+    shutil.copy(ROOT / "scripts" / "wheelhouse-install.sh", house / "install.sh")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (house / "requirements.txt").write_text(f"prefed==1 --hash=sha256:{digest}\n")
+    (house / "python").write_text(f"{sys.version_info[0]}.{sys.version_info[1]}\n")
+    (house / "SHA256SUMS").write_text(f"{digest}  ./wheels/{wheel.name}\n")
+
+    def install() -> subprocess.CompletedProcess[str]:
+        command = ["sh", "-c", f"umask 077; sh {house}/install.sh {venv}"]
+        environment = os.environ | {"PYTHON": sys.executable}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    good = install()
+    assert (good.returncode, good.stdout.splitlines()[-1]) == (0, "prefed 1"), good.stderr
+    assert [path for path in venv.rglob("*") if path.stat().st_mode & 0o044 != 0o044] == []
+    assert "prefed exists; name a new folder" in install().stderr
+    shutil.rmtree(venv)
+    wheel.write_bytes(wheel.read_bytes() + b" ")
+    damaged = install()
+    assert damaged.returncode == 1
+    assert "the wheelhouse is damaged or was changed; nothing is installed" in damaged.stderr
+    assert not venv.exists()
