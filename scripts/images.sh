@@ -54,7 +54,7 @@ wait_for() { # WHAT COMMAND …: for five minutes
     done
 }
 stop() { # SERVICE CODE: SIGTERM ends it with the code
-    "$engine" stop --time 60 "$(container "$1")" >>log
+    "$engine" stop -t 60 "$(container "$1")" >>log
     [ "$(look "$1" .State.ExitCode)" = "$2" ] || fail "$1 ended with $(look "$1" .State.ExitCode), not $2"
     echo "$1: SIGTERM ends it with $2"
 }
