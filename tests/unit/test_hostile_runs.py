@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from finished import write_run
 from prefed.runs.finished_run import RunError, read_run
+from prefed.store import RunWriter, StoreError
 from prefed.trackers.tools import MLflow, Told
 from prefed.ui.cli import app
 from prefed.ui.pages.compare_page import render_comparison
@@ -64,6 +65,8 @@ def test_a_link_leads_to_no_folder_elsewhere(tmp_path, name):
     (run / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match=f"{name} is a link to a folder"):
         read_run(run)
+    with pytest.raises(StoreError, match=f"{name} is a link to a folder"):
+        RunWriter(run, resume=True)
     (run / name).unlink()
     (run / name).mkdir()
     (tmp_path / "link").symlink_to(run)

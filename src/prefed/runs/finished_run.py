@@ -31,6 +31,7 @@ from prefed.runs.metrics import (
     profiles_of,
 )
 from prefed.store import RunReader, StoreError
+from prefed.store.directory import refuse_links
 from prefed.train.metrics import FederatedMetric, Spread, small_clients_note, spread
 
 
@@ -446,12 +447,9 @@ def read_run(path: str | Path) -> RunRecord:
         inside = _runs(path)
         hint = f"; runs inside: {', '.join(inside[:5])}" if inside else "; start one: prefed run FILE"
         raise RunError(f"{path} is not a run directory: it has no config.toml{hint}")
-    for folder in (*path.glob("*"), *path.glob("*/*")):
-        # Commands would write there. An export checks its own folder.
-        if folder.is_symlink() and folder.is_dir() and path / "adapters" not in (folder, folder.parent):
-            raise RunError(f"{folder} is a link to a folder; a run directory must contain its folders")
     checkpoint: RunReader | None = None
     try:
+        refuse_links(path, but="adapters")  # an export checks its own folder
         # Another user cannot read the checkpoint and does without it.
         with suppress(PermissionError):
             if (path / "checkpoint/COMMIT.json").exists():

@@ -32,13 +32,28 @@ _START = {
 """The files of a run that has no round yet."""
 
 
+def refuse_links(run: Path, but: str = "") -> None:
+    """Check that no folder of a run is a link, since commands would write to another place.
+
+    Args:
+        but: a folder that may be one.
+
+    Raises:
+        StoreError: a folder is a link.
+    """
+    for folder in (*run.glob("*"), *run.glob("*/*")):
+        if folder.is_symlink() and folder.is_dir() and folder.relative_to(run).parts[0] != but:
+            raise StoreError(f"{folder} is a link to a folder; a run directory must contain its folders")
+
+
 def refuse_foreign(run: Path, resume: bool) -> None:
     """Check that a directory is suitable for a new run or, with ``resume``, contains a run.
 
     Raises:
         StoreError: it contains a run without ``resume``, no run with ``resume``, a run without its
-            checkpoint, or other files.
+            checkpoint, other files, or a link to a folder.
     """
+    refuse_links(run)
     names = _contents(run)
     started = bool(names & {"checkpoint/LOCK", "checkpoint/COMMIT.json"})
     # A process that is killed at its start leaves an empty checkpoint/. Without a lock file, config.toml may
