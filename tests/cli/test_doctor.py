@@ -81,6 +81,21 @@ def test_everything_that_is_missing_is_named_at_once(place, monkeypatch):
     assert sum(line.startswith("missing") for line in lines) == 5
 
 
+def test_a_log_in_json_ends_with_the_verdict(place):
+    """As of every command: with the exit code if it is not 0. Standard output is as with -q."""
+    (place / "pairs.jsonl").unlink()
+    log, quiet = (
+        CliRunner().invoke(app, ["doctor", "exp.toml", *words]) for words in (["--log", "json"], ["-q"])
+    )
+    last = json.loads(log.stderr.splitlines()[-1])
+    assert (
+        (last["event"], last["level"], last["code"])
+        == ("error", "error", log.exit_code)
+        == ("error", "error", 1)
+    )
+    assert log.stdout == quiet.stdout == f"{last['message']}\n"
+
+
 def test_a_name_in_the_file_forges_no_line(place):
     """Of a path that is no name on the hub either: line breaks become spaces, and other control characters
     are shown as escapes, so the screen has a line for each check."""

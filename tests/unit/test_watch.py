@@ -134,8 +134,9 @@ def test_ctrl_c_leaves_a_page_that_does_not_load_itself(run: Run) -> None:
 
     run.commit(1)
     run.steps = [stop]
-    result = CliRunner().invoke(app, ["report", str(run.path), "--watch"])
-    assert result.exit_code == 130
+    result = CliRunner().invoke(app, ["report", str(run.path), "--watch", "--log", "json"])
+    last = json.loads(result.stderr.splitlines()[-1])
+    assert (last["event"], last["code"], result.exit_code) == ("stopped", 130, 130)
     page = run.path / "report.html"
     assert "It had completed round 1 when this page was written." in words(page)
     assert "refresh" not in page.read_text()

@@ -11,6 +11,7 @@ import typer
 
 from prefed.ui.cli.arguments import AsJson, CellName, Overrides, RunOut, run_name
 from prefed.ui.cli.errors import FAILED
+from prefed.ui.cli.log import in_json, report
 from prefed.ui.cli.output import Volume, print_json, volume
 
 if TYPE_CHECKING:
@@ -38,16 +39,19 @@ def doctor(
     missing = [finding for finding in findings if finding.missing]
     if as_json:
         print_json([asdict(finding) for finding in findings])
-    elif volume() is not Volume.QUIET:
+    elif volume() is not Volume.QUIET and not in_json():
         from prefed.core.text import printable
 
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
             mark = "missing" if finding.missing else "ok"
             typer.echo(printable(f"{mark:7}  {finding.what:{width}}  {finding.text}"))
+    verdict = f"{len(missing)} of {len(findings)} checks failed" if missing else "nothing is missing"
     if not as_json:
-        typer.echo(f"{len(missing)} of {len(findings)} checks failed" if missing else "nothing is missing")
+        typer.echo(verdict)
     if missing:
+        if in_json():
+            report("error", verdict, "error", code=FAILED)
         raise typer.Exit(FAILED)
 
 

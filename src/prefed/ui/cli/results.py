@@ -13,6 +13,7 @@ import typer
 
 from prefed.ui.cli.arguments import AsJson, MaxNewTokens, PromptColumn, Raw, RoundName, RunFolder, Temperature
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, terminable, usage
+from prefed.ui.cli.log import report as log_event
 from prefed.ui.cli.output import print_json, progress_console
 
 
@@ -174,7 +175,7 @@ def report(
         with terminable():
             watch_run(run, path, typer.echo)
     except KeyboardInterrupt:
-        typer.echo(f"report: {path}", err=True)
+        log_event("stopped", f"report: {path}", "error", code=INTERRUPTED)
         raise typer.Exit(INTERRUPTED) from None
 
 
