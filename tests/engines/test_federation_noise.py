@@ -170,7 +170,7 @@ def asks(tmp_path, monkeypatch):
         site.close()
 
 
-def joined(site, run, text):
+def joined(site, run, text, code):
     site._write_order(
         run,
         {"data": "", "round": 0, "experiment": text, "names": {"w0": "told"}}

@@ -373,7 +373,8 @@ def test_figure_4_generates_summaries_from_the_same_rows(tmp_path):
 
 
 def test_a_summary_needs_its_fields(tmp_path):
-    with pytest.raises(DataError, match=r"row 1: no subreddit and no title and no post\n") as error:
+    missing = r"row 1: no subreddit and no title and no post \(also rows 2, 3\)\n"
+    with pytest.raises(DataError, match=missing) as error:
         built(tmp_path, pairs(3), SelectorConfig(template="summary"))
     assert (
         str(error.value).count(

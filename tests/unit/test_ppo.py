@@ -276,12 +276,15 @@ def test_early_stop() -> None:
 
 
 def test_it_learns_what_the_reward_model_says() -> None:
-    """Each pair's margin moves with the sign of the reward model's margin, also where the label disagrees."""
+    """Each pair's margin moves with the sign of the reward model's margin, also where the label disagrees.
+
+    After 20 epochs. Later ones, without a penalty or a clip, swing margins by as much as they have grown.
+    """
     pair_trainer, tensors, parts = make()
     rows, settings = np.array([0, 1, 2, 4, 5]), {"kl": 0.0, "entropy": 0.0, "target_kl": 0.0, "clip": 10.0}
     before = pair_trainer.score(tensors, rows).policy
     adam = Optimizer("adam", lr=0.01, clip=0.0)
-    work = phase(pair_trainer, train="lora", epochs=100, batch_size=5, settings=settings, optimizer=adam)
+    work = phase(pair_trainer, train="lora", epochs=20, batch_size=5, settings=settings, optimizer=adam)
     after = pair_trainer.score(
         pair_trainer.visit(rows, Key(0), parts).train(tensors, work).tensors, rows
     ).policy
