@@ -3,7 +3,7 @@
     git worktree add ../before f1b7b464
     OMP_NUM_THREADS=1 python benchmarks/versions.py ../before --shape distilgpt2
 
-Each checkout trains in a process of its own, and a step of one follows a step of the other on the same pairs.
+Each checkout trains in its own process, and a step of one follows a step of the other on the same pairs.
 Steps, LoRA and data are those of ``dpo_step.py``. Ratios are this checkout's time to the other's.
 """
 

@@ -61,7 +61,7 @@ def serving(opened: Session, add: Callable[[str], None] | None = None) -> Iterat
         try:
             yield links
         finally:
-            # After a form of its own has ended the session, the server may take a moment to end, and refuses.
+            # After a test's own form has ended the session, the server may take a moment to end, and refuses.
             with suppress(OSError):
                 Browser(links[-1]).post("/finish")
             thread.join(30)

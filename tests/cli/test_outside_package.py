@@ -1,6 +1,6 @@
 """A package with a method, an objective, a merge rule, a metric, a judge and a format, in every engine.
 
-Each command is a process of its own. Hub and sites have copies of the package of their own, which write where
+Each command is its own process. Hub and sites have their own copies of the package, which write where
 they lie whenever the objective is computed.
 """
 
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import pytest
 import tomli_w
 
+import outside
 from commands import prefed_
 from prefed.core import plugins
 from workers import CLIENTS, make_place
@@ -25,36 +26,13 @@ import os
 from pathlib import Path
 
 import torch
-from pydantic import Field
 
 from prefed.align.judge import Verdict
-from prefed.core import Entry, Layout, Method
 from prefed.data.sources.formats import FORMATS, Format
-from prefed.merge import Aggregator
 from prefed.merge.config import MergeRule
 from prefed.merge.flat import weighted_mean
-from prefed.methods import MethodKind
-from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 from prefed.train.losses import PairLoss
 from prefed.train.metrics import Metric
-
-
-SOURCE = "nowhere"
-
-
-class Settings(LocalSettings):
-    blocks: int = Field(1, ge=0, description="lower blocks whose LoRA each client keeps")
-
-
-needs = lora_parts
-
-
-def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
-    def lower(entry: Entry) -> bool:
-        return entry.block is not None and entry.block < settings.blocks
-
-    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lower)
-    return fedavg.method("upper", SOURCE, fedavg.exchange())
 
 
 def loss(batch, *, beta, power):
@@ -78,14 +56,13 @@ class Longer:
             yield Verdict(float(len(each.first) > len(each.second)), "")
 
 
-METHOD = MethodKind("upper", "shared upper blocks", personal=True, module=__name__)
 OBJECTIVE = PairLoss("powers", "nowhere", {"beta": 0.2, "power": 2.0}, function=loss)
 MERGE_RULE = MergeRule(lambda values, weights, share: weighted_mean(values, weights) * share, {"share": 0.5})
 METRIC = Metric("sure", lambda scores: scores.policy[:, 0] > scores.policy[:, 1])
 FORMAT = Format("good_bad", convert)
 '''
 POINTS = {
-    "methods": "upper = outpack.parts:METHOD",
+    "methods": "upper = outpack.method:METHOD",
     "objectives": "powers = outpack.parts:OBJECTIVE",
     "merge_rules": "shrunk = outpack.parts:MERGE_RULE",
     "metrics": "sure = outpack.parts:METRIC",
@@ -100,16 +77,9 @@ DATA = {
 
 
 def install(folder):
-    """The package as pip leaves it; ``folder`` is to be on Python's path."""
-    (folder / "outpack").mkdir(parents=True)
-    (folder / "outpack/__init__.py").write_text("")
-    (folder / "outpack/parts.py").write_text(PARTS)
-    info = folder / "outpack-1.5.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outpack\nVersion: 1.5\n")
-    (info / "top_level.txt").write_text("outpack\n")
-    (info / "entry_points.txt").write_text("".join(f"[prefed.{k}]\n{v}\n" for k, v in POINTS.items()))
-    return folder
+    """The package in a folder that is to be on Python's path."""
+    method = outside.LG_FEDAVG.replace('"lgfedavg"', '"upper"')
+    return outside.install(folder, "outpack", {"method.py": method, "parts.py": PARTS}, POINTS)
 
 
 def path_with(package):
@@ -160,7 +130,7 @@ def forget():
     plugins.entry_points.cache_clear()
     for known in plugins.REGISTRIES.values():
         known._loaded.clear()
-    for name in ("outpack", "outpack.parts"):
+    for name in ("outpack", "outpack.method", "outpack.parts"):
         sys.modules.pop(name, None)
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from finished import small_place
+from finished import small_experiment, small_place
 from prefed import Experiment, run
 from prefed.core import plugins
 from prefed.engines import backends
@@ -27,7 +27,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Three workers whose prompts and responses hold words of their own."""
+    """Three workers whose prompts and responses have their own words."""
     folder = small_place(tmp_path_factory.mktemp("words"))
     for name, first in (("train", 0), ("test", 18)):
         rows = [
@@ -77,18 +77,12 @@ def test_no_answer_of_a_client_holds_its_text(place, tmp_path, monkeypatch, case
         return result
 
     monkeypatch.setattr(backends, "run_task", seen)
-    tree = {
-        "seed": 3,
-        "rounds": 2,
-        "data": {
-            "train": str(place / "train.jsonl"),
-            "test": str(place / "test.jsonl"),
-            "partition": {"by": "column", "column": "worker"},
-        },
-        "model": {"name": str(place / "model"), "lora": {"rank": 2}, **model},
-        "method": method,
-        "evaluate": {"unseen": ["w2"], "unseen_steps": [0, 1], "metrics": ["./metric.py"]},
-    }
+    tree = small_experiment(
+        place,
+        model={"name": str(place / "model"), "lora": {"rank": 2}, **model},
+        method=method,
+        evaluate={"unseen": ["w2"], "unseen_steps": [0, 1], "metrics": ["./metric.py"]},
+    )
     run(Experiment.model_validate(tree), tmp_path / "run")
     tokens = jobs[0].trainers.dataset.tokens
     assert {(kind, client) for kind, client, _ in answers} >= {

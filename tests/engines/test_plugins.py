@@ -12,6 +12,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 import federating
+import outside
 import peering
 from commands import prefed_
 from federating import Here, Within, site_config
@@ -33,33 +34,7 @@ from prefed.store import StoreError
 from prefed.ui.cli import app
 from workers import make_place
 
-METHOD = '''"""LG-FedAvg: personal lower layers, shared upper layers (arXiv:2001.01523)."""
-
-from pydantic import Field
-
-from prefed.core import Entry, Layout, Method
-from prefed.merge import Aggregator
-from prefed.methods import MethodKind
-from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
-
-SOURCE = "LG-FedAvg (arXiv:2001.01523), algorithm 1"
-METHOD = MethodKind("lgfedavg", "own lower blocks, shared upper blocks", personal=True, module=__name__)
-
-
-class Settings(LocalSettings):
-    blocks: int = Field(1, ge=0, description="lower blocks whose LoRA each client keeps")
-
-
-needs = lora_parts
-
-
-def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
-    def lower(entry: Entry) -> bool:
-        return entry.block is not None and entry.block < settings.blocks
-
-    fedavg = FedAvgBase.of(settings, aggregator, rounds, personal=lower)
-    return fedavg.method("lgfedavg", SOURCE, fedavg.exchange())
-'''
+METHOD = outside.LG_FEDAVG
 TRAP = "from pathlib import Path\nPath({!r}).touch()\n"
 
 
@@ -98,17 +73,8 @@ def file(place, tmp_path):
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """An installed package with a method, also as an entry point."""
-    folder = tmp_path / "site-packages"
-    (folder / "lgpack").mkdir(parents=True)
-    (folder / "lgpack/__init__.py").write_text("")
-    (folder / "lgpack/method.py").write_text(METHOD)
-    (folder / "lgpack-1.5.dist-info").mkdir()
-    (folder / "lgpack-1.5.dist-info/METADATA").write_text(
-        "Metadata-Version: 2.1\nName: lgpack\nVersion: 1.5\n"
-    )
-    (folder / "lgpack-1.5.dist-info/top_level.txt").write_text("lgpack\n")
-    points = "[prefed.methods]\nlgfedavg = lgpack.method:METHOD\n"
-    (folder / "lgpack-1.5.dist-info/entry_points.txt").write_text(points)
+    points = {"methods": "lgfedavg = lgpack.method:METHOD"}
+    folder = outside.install(tmp_path / "site-packages", "lgpack", {"method.py": METHOD}, points)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("COLUMNS", "160")  # no cell of a table is cut
     yield folder

@@ -364,8 +364,8 @@ def test_a_key_that_is_named_goes_to_its_server(elsewhere, monkeypatch):
 
 @pytest.mark.parametrize("local", [True, False])
 def test_what_the_environment_holds_for_openai_goes_to_openai_alone(elsewhere, monkeypatch, local):
-    """The library sends these with every request. The control is a client of its own, which it sends them
-    with to the same server."""
+    """The library sends these with every request. The control is a plain client of the library,
+    which sends them to the same server."""
     secrets = {"ORG_ID": "org-0", "PROJECT_ID": "proj-0", "ADMIN_KEY": "admin-0", "WEBHOOK_SECRET": "hook-0"}
     for name, value in secrets.items():
         monkeypatch.setenv(f"OPENAI_{name}", value)

@@ -124,11 +124,11 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         ModelError: it cannot be loaded.
     """
     silence_transformers()
-    folder, needed = Path(name), NEEDED
+    folder = Path(name)
     absent = absent_files(folder) if folder.is_dir() else []
     empty = folder.is_dir() and not any(folder.iterdir())
     what_lacks = "is empty" if empty else f"has no {', no '.join(absent)}"
-    lacks = ModelError(f"{key} = {name!r}: the folder {what_lacks}; {needed}")
+    lacks = ModelError(f"{key} = {name!r}: the folder {what_lacks}; {NEEDED}")
     if folder.is_dir():
         # Transformers would fail with a long message, or make a tokenizer without a vocabulary.
         if ("tokenizer" if what == "tokenizer" else "config.json") in absent:
@@ -137,7 +137,7 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         raise ModelError(f"{key} = {name!r}: this is a file; give a folder")
     # Not a valid hub name, so it must be a folder. The message of the hub client would be misleading.
     elif name[:1] in ("/", ".", "~") or name.count("/") > 1:
-        raise ModelError(f"{key} = {name!r}: no such folder; {needed}")
+        raise ModelError(f"{key} = {name!r}: no such folder; {NEEDED}")
     with nullcontext(True) if folder.is_dir() else huggingface.in_reach() as answers:
         try:
             if kind.__name__.startswith("AutoModel"):
@@ -151,10 +151,10 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
             if not answers:
                 raise ModelError(
                     f"{key} = {name!r}: the Hugging Face hub is not reachable (or HF_HUB_OFFLINE is set), "
-                    f"its local cache has no {what} with this name, and there is no such folder; {needed}, "
+                    f"its local cache has no {what} with this name, and there is no such folder; {NEEDED}, "
                     "or run once with network access"
                 ) from error
-            reason = f"{brief(error)}; {needed}, or a hub name"
+            reason = f"{brief(error)}; {NEEDED}, or a hub name"
             if "trust_remote_code" in str(error):
                 reason = "it requires custom code, which prefed does not run"
             elif "weights_only" in str(error):
