@@ -145,9 +145,15 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     assert "the disk is full" not in page
 
 
-@pytest.mark.parametrize("add_", [add, lambda out, cell, result: keep(cell, ["a", "b"], result)])
-def test_two_sweeps_into_one_folder_lose_no_row(tmp_path, monkeypatch, add_):
-    """The second adds its row after the first has read the file and before the first writes it."""
+def add_and_write(out, cell, result):
+    add(out, cell, result)
+    write_leaderboard(out)
+
+
+@pytest.mark.parametrize("add_", [add_and_write, lambda out, cell, result: keep(cell, ["a", "b"], result)])
+@pytest.mark.parametrize("kind", [".json", ".md"])
+def test_two_sweeps_into_one_folder_lose_no_row(tmp_path, monkeypatch, add_, kind):
+    """The second adds its row after the first has read the rows and before it writes them, or their page."""
     whole, others = files.write, []
 
     def enter(name):
@@ -158,7 +164,7 @@ def test_two_sweeps_into_one_folder_lose_no_row(tmp_path, monkeypatch, add_):
         add_(tmp_path, cell, result | {"baseline_accuracy.mean": [0.5], "baseline_accuracy.worst": [0.5]})
 
     def write(path, data, **how):
-        if not others:
+        if path.suffix == kind and not others:
             others.append(Thread(target=enter, args=("b",)))
             others[0].start()
             others[0].join(0.3)  # without the lock it ends here; with it, it waits for the first
@@ -171,6 +177,8 @@ def test_two_sweeps_into_one_folder_lose_no_row(tmp_path, monkeypatch, add_):
     rows = json.loads(file.read_text())
     names = [row["method"] for row in rows] if isinstance(rows, list) else list(rows["task"]["methods"])
     assert names == ["a", "b"]
+    (page,) = tmp_path.glob("*.md")
+    assert all(f"| {name} | " in page.read_text() for name in names)
 
 
 def test_a_method_of_prefed_and_one_of_a_file_enter(tmp_path, monkeypatch):

@@ -34,7 +34,13 @@ def add(out: Path, cell: SweepCell, outcome: Outcome) -> None:
 
 def write_leaderboard(out: Path) -> Path:
     """Write ``OUT/leaderboard.md`` from ``OUT/leaderboard.json``."""
-    tasks = _read(out)
+    path = out / "leaderboard.md"
+    with files.locked(out):
+        files.write(path, _page(_read(out)).encode())
+    return path
+
+
+def _page(tasks: Mapping[str, Any]) -> str:
     methods = {name: each["text"] for task in tasks.values() for name, each in task["methods"].items()}
     overview = [
         (text, [_headline(task, task["methods"].get(name)) for task in tasks.values()])
@@ -51,8 +57,7 @@ def write_leaderboard(out: Path) -> Path:
         parts += (
             ["".join(f"- {each['text']}: – ({each['refused']})\n" for each in refused)] if refused else []
         )
-    files.write(out / "leaderboard.md", "\n".join(parts).encode())
-    return out / "leaderboard.md"
+    return "\n".join(parts)
 
 
 def with_interval(values: Sequence[float]) -> str:

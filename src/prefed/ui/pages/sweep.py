@@ -47,14 +47,14 @@ def keep(cell: SweepCell, names: Sequence[str], outcome: Outcome) -> None:
         outcomes = {each["method"]: each for each in [*before, outcome]}
         rows = [outcomes[name] for name in names if name in outcomes]
         files.write(file, json.dumps(rows, indent=1).encode())
-    best = [each for each in rows if _rate_was_chosen(each)]
-    own = [each for each in rows if not _rate_was_chosen(each)]
-    parts = [_best_rate_table(best)] if best else []
-    parts += [_own_rate_table(own)] if own else []
-    about = ": ".join(filter(None, (cell.table.source, cell.table.figures)))
-    if about and any("paper" in each for each in rows):
-        parts.append(f"paper: {about}\n")
-    files.write(file.with_suffix(".md"), "\n".join(parts).encode())
+        best = [each for each in rows if _rate_was_chosen(each)]
+        own = [each for each in rows if not _rate_was_chosen(each)]
+        parts = [_best_rate_table(best)] if best else []
+        parts += [_own_rate_table(own)] if own else []
+        about = ": ".join(filter(None, (cell.table.source, cell.table.figures)))
+        if about and any("paper" in each for each in rows):
+            parts.append(f"paper: {about}\n")
+        files.write(file.with_suffix(".md"), "\n".join(parts).encode())
 
 
 def _rate_was_chosen(outcome: Outcome) -> bool:
