@@ -29,15 +29,15 @@ build research "$3"
 
 work=$(mktemp -d)
 cd "$work"
-export COMPOSE_PROJECT_NAME=prefed-images
-compose() { ${COMPOSE:-docker compose} "$@" >>log 2>&1; }
+project=prefed-images
+compose() { ${COMPOSE:-docker compose} --project-name $project "$@" >>log 2>&1; }
 run() { # IMAGE COMMAND …: in this folder
     image=$1
     shift
     "$engine" run --rm --read-only --tmpfs /tmp --cap-drop ALL --network none --volume "$work:/srv/prefed" \
         --entrypoint prefed "$image" "$@" >>log
 }
-container() { "$engine" ps --all --quiet --filter "name=^$COMPOSE_PROJECT_NAME.$1.1\$"; }
+container() { "$engine" ps --all --quiet --filter "name=^$project.$1.1\$"; }
 look() { "$engine" inspect --format "{{$2}}" "$(container "$1")"; }
 fail() {
     echo "images: $*; see $work/log" >&2
