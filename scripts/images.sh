@@ -10,6 +10,7 @@
 # CONTAINER  docker (the default) or podman
 # COMPOSE    the command for compose.yaml, e.g. podman-compose (default: docker compose)
 # BASE       the base image, with the wheelhouses' Python
+# WAIT       seconds for each of: the first round, the other rounds, a site's health (default: 300)
 set -eu
 [ $# -eq 3 ] || {
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p;}' "$0" >&2
@@ -44,8 +45,8 @@ fail() {
     for name in hub $sites; do "$engine" logs "$(container "$name")" >>log 2>&1; done
     exit 1
 }
-wait_for() { # WHAT COMMAND …: for five minutes
-    what=$1 left=300
+wait_for() { # WHAT COMMAND …
+    what=$1 left=${WAIT:-300}
     shift
     until "$@" >/dev/null 2>&1; do
         left=$((left - 1))
