@@ -4,7 +4,9 @@ import json
 import logging
 import re
 import sys
+import warnings
 from datetime import datetime
+from threading import Thread
 
 import pytest
 from rich.console import Console
@@ -18,6 +20,7 @@ from prefed.store import RunReader
 from prefed.trackers.log import round_line
 from prefed.trackers.terminal import Terminal
 from prefed.ui.cli import app
+from prefed.ui.cli.output import tell
 
 
 def told(*words, code=0):
@@ -223,3 +226,58 @@ def test_warnings_of_the_library_are_in_the_log(place, monkeypatch):
     warning, error = map(json.loads, errors.splitlines())
     assert (warning["level"], warning["event"], warning["message"]) == ("warning", "log", "a drift")
     assert (error["level"], error["message"]) == ("error", "error: over")
+
+
+def test_threads_of_a_command_log_as_it_does(place, monkeypatch):
+    """A site answers the hub's requests in threads."""
+
+    def says(*words):
+        thread = Thread(target=lambda: (tell("refused"), logging.getLogger("prefed").warning("a drift")))
+        thread.start()
+        thread.join()
+        raise ValueError("over")
+
+    monkeypatch.setattr("prefed.config.experiment_table.load_cell", says)
+    output, errors = told("data", "exp.toml", "--log", "json", code=1)
+    assert output == ""
+    entries = [json.loads(line) for line in errors.splitlines()]
+    assert [entry["event"] for entry in entries] == ["note", "log", "error"]
+    assert told("data", "exp.toml", "-q", code=1) == ("", "error: over\n")
+
+
+def test_other_libraries_log_in_json_too(place, monkeypatch):
+    """NVIDIA FLARE's warnings and errors, Python's warnings, and errors that prefed logs with -q."""
+
+    def logs(*words):
+        logging.getLogger("nvflare.fuel").warning("no\ncell")
+        warnings.warn("old", UserWarning, stacklevel=1)
+        try:
+            raise KeyError("a tensor")
+        except KeyError:
+            logging.getLogger("prefed.site").exception("cannot answer")
+        raise ValueError("over")
+
+    monkeypatch.setattr("prefed.config.experiment_table.load_cell", logs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        _, errors = told("data", "exp.toml", "--log", "json", code=1)
+        _, quiet = told("data", "exp.toml", "-q", "--log", "json", code=1)
+    flare, python, failure, _ = entries = [json.loads(line) for line in errors.splitlines()]
+    assert (flare["level"], flare["message"]) == ("warning", "no\\ncell")
+    assert "UserWarning: old" in python["message"]
+    assert failure["traceback"].endswith("KeyError: 'a tensor'")
+    assert [json.loads(line)["message"] for line in quiet.splitlines()] == [
+        entry["message"] for entry in entries if entry["level"] == "error"
+    ]
+
+
+def test_a_defect_is_an_event_with_its_traceback(place, monkeypatch):
+    def breaks(*words):
+        raise KeyError("a\ntensor")
+
+    monkeypatch.setattr("prefed.config.experiment_table.load_cell", breaks)
+    _, errors = told("data", "exp.toml", "--log", "json", code=1)
+    (entry,) = map(json.loads, errors.splitlines())
+    assert (entry["event"], entry["code"]) == ("error", 1)
+    assert entry["message"] == r"error: KeyError: 'a\ntensor'"
+    assert "in breaks" in entry["traceback"]

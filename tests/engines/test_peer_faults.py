@@ -1,5 +1,6 @@
 """Peers that die, hang or are accused, at any point: the others end, say why, and resume."""
 
+import json
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from prefed.networks.peers.rounds import PeerRounds
 from prefed.networks.peers.run import peer_folder
 from prefed.store import RunWriter
 from prefed.ui.cli import federation as peer
+from prefed.ui.cli import output
 from toy import records
 
 
@@ -294,3 +296,26 @@ def test_a_peer_ends_though_nothing_of_it_can_be_written(what):
         finally:
             os._exit(0)
     assert end_of(child, 30.0) == 1
+
+
+def test_the_verdict_that_ends_a_peer_is_in_its_log_in_json(tmp_path):
+    """It is written by a thread, where the main one does not look."""
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.stderr = (tmp_path / "err").open("w")
+
+            @output.command
+            def hangs() -> None:
+                watch = Watch(HashStore(), 0, ["peer 0"], 0, 60.0)
+                watch.start()
+                watch.accuse(None, "a peer is at fault")
+                time.sleep(15)
+
+            hangs(log="json")
+        finally:
+            os._exit(0)
+    assert end_of(child, 30.0) == 1
+    (entry,) = map(json.loads, (tmp_path / "err").read_text().splitlines())
+    assert entry["level"] == "error"
+    assert entry["message"].startswith("error: a peer is at fault; ")

@@ -20,8 +20,8 @@ poll, e.g. in a visit, the process is ended; the run directory stays consistent.
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from prefed.core.text import listed, printable_lines
+
+_log = logging.getLogger("prefed")
 
 STOP = "stop"
 """The key of the verdict in the store."""
@@ -264,8 +266,7 @@ class Watch:
                 self.accuse(None, self._stalled(self._stall[1]))
             if self.verdict and now - self._judged > GRACE and self._begin_to_leave():
                 with suppress(OSError, ValueError):
-                    sys.stderr.write(printable_lines(f"error: {self.verdict}") + "\n")
-                    sys.stderr.flush()
+                    _log.error("error: %s", printable_lines(self.verdict))
                 self.leave("left")
                 os._exit(1)
 

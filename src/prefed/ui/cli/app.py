@@ -13,7 +13,7 @@ from prefed.ui.cli.demo import demo
 from prefed.ui.cli.doctor import doctor
 from prefed.ui.cli.errors import user_errors
 from prefed.ui.cli.federation import ends_at_once, federate, federation, peer, site
-from prefed.ui.cli.log import Log, log_format
+from prefed.ui.cli.log import Log, set_log_format
 from prefed.ui.cli.models import export, generate, push
 from prefed.ui.cli.new import new
 from prefed.ui.cli.output import Quiet, Verbose, command, set_volume
@@ -67,7 +67,7 @@ def _options(
     verbose: Verbose = False,
     log: Log = None,
 ) -> None:
-    log_format.set(log or "text")
+    set_log_format(log or "text")
     with user_errors():
         set_volume(quiet, verbose)
     if version:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextvars import ContextVar
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -18,13 +17,18 @@ Log = Annotated[
         "standard error.",
     ),
 ]
-log_format: ContextVar[LogFormat] = ContextVar("log_format", default="text")
-"""The format of the running command."""
+_format: LogFormat = "text"  # no context variable: threads of a command log too
+
+
+def set_log_format(format_: LogFormat) -> None:
+    """Set the format for the rest of the command."""
+    global _format
+    _format = format_
 
 
 def in_json() -> bool:
     """Return whether the running command logs in JSON."""
-    return log_format.get() == "json"
+    return _format == "json"
 
 
 def report(event: str, text: str, level: str = "info", **fields: Any) -> None:

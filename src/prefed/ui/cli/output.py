@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from enum import IntEnum
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefed.ui.cli.errors import UsageError, user_errors
-from prefed.ui.cli.log import Log, LogFormat, in_json, log_format, report
+from prefed.ui.cli.errors import FAILED, UsageError, user_errors
+from prefed.ui.cli.log import Log, LogFormat, in_json, report, set_log_format
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,12 +35,12 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors an
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Log each phase, and how long each part takes.")
 ]
-_volume: ContextVar[Volume] = ContextVar("volume", default=Volume.USUAL)
+_volume = Volume.USUAL  # for all threads of a command
 
 
 def volume() -> Volume:
     """The verbosity of the running command."""
-    return _volume.get()
+    return _volume
 
 
 def set_volume(quiet: bool, verbose: bool) -> None:
@@ -49,9 +49,10 @@ def set_volume(quiet: bool, verbose: bool) -> None:
     Raises:
         UsageError: both ``quiet`` and ``verbose`` are true.
     """
+    global _volume
     if quiet and verbose:
         raise UsageError("give --quiet or --verbose, not both")
-    _volume.set(Volume.QUIET if quiet else Volume.VERBOSE if verbose else Volume.USUAL)
+    _volume = Volume.QUIET if quiet else Volume.VERBOSE if verbose else Volume.USUAL
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -61,16 +62,22 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def run(
         *args: Any, quiet: bool = False, verbose: bool = False, log: LogFormat | None = None, **kwargs: Any
     ) -> None:
-        log_format.set(log or log_format.get())
+        if log:
+            set_log_format(log)
         try:
             with user_errors():
                 if quiet or verbose:
                     set_volume(quiet, verbose)
                 with _library_log():
                     function(*args, **kwargs)
-        finally:
-            _volume.set(Volume.USUAL)
-            log_format.set("text")
+        except Exception as error:
+            if isinstance(error, typer.Exit) or not in_json():
+                raise
+            from prefed.core.text import printable_lines
+
+            text = printable_lines(f"error: {type(error).__name__}: {error}")
+            report("error", text, "error", code=FAILED, traceback=traceback.format_exc())
+            raise typer.Exit(FAILED) from None
 
     signature = inspect.signature(function, eval_str=True)
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -83,6 +90,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+_TRACEBACK = logging.Formatter()
 
 
 class _StderrHandler(logging.Handler):
@@ -99,17 +109,25 @@ class _StderrHandler(logging.Handler):
         if hasattr(record, "part"):
             fields = {"part": record.part, "seconds": getattr(record, "seconds", 0.0)}
             self.seconds[record.part] += fields["seconds"]
+        if in_json() and record.exc_info:
+            fields["traceback"] = _TRACEBACK.formatException(record.exc_info)
         report("log", printable(record.getMessage()), record.levelname.lower(), **fields)
 
 
 @contextmanager
 def _library_log() -> Iterator[None]:
-    """Configure the library's log for the verbosity; with ``-v``, print a summary of times."""
+    """Configure the library's log for the verbosity; with ``-v``, print a summary of times.
+
+    In JSON, the logs of other libraries and Python's warnings are events too.
+    """
     log, stderr = logging.getLogger("prefed"), _StderrHandler()
-    before, handler = log.level, logging.NullHandler() if volume() is Volume.QUIET else stderr
+    before, owner = log.level, logging.getLogger() if in_json() else log
+    if volume() is Volume.QUIET:
+        stderr.setLevel(logging.ERROR)
     if volume() is not Volume.USUAL or in_json():
         # With a handler, Python does not print warnings to standard error itself.
-        log.addHandler(handler)
+        owner.addHandler(stderr)
+    logging.captureWarnings(in_json())
     if volume() is Volume.VERBOSE:
         log.setLevel(logging.INFO)
     try:
@@ -124,7 +142,8 @@ def _library_log() -> Iterator[None]:
         if in_json():
             report("done", "done")
     finally:
-        log.removeHandler(handler)
+        logging.captureWarnings(False)
+        owner.removeHandler(stderr)
         log.setLevel(before)
 
 
