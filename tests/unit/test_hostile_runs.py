@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from finished import write_run
 from prefed.runs.finished_run import RunError, read_run
 from prefed.store import RunWriter, StoreError
+from prefed.store.directory import refuse_links
 from prefed.trackers.tools import MLflow, Told
 from prefed.ui.cli import app
 from prefed.ui.pages.compare_page import render_comparison
@@ -71,6 +72,20 @@ def test_a_link_leads_to_no_folder_elsewhere(tmp_path, name):
     (run / name).mkdir()
     (tmp_path / "link").symlink_to(run)
     assert read_run(tmp_path / "link").name == "run"
+
+
+def test_the_links_of_wandb_are_no_obstacle(tmp_path):
+    """It makes one to the folder of its last run. The control: one to another place."""
+    run = write_run(tmp_path / "run")
+    (run / "wandb/offline-run-1").mkdir(parents=True)
+    (run / "wandb/latest-run").symlink_to("offline-run-1")
+    assert read_run(run).name == "run"
+    refuse_links(run)
+    (tmp_path / "elsewhere").mkdir()
+    (run / "wandb/latest-run").unlink()
+    (run / "wandb/latest-run").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="wandb/latest-run is a link to a folder"):
+        read_run(run)
 
 
 def test_other_ends_of_lines_end_no_round(tmp_path):

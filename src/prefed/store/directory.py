@@ -35,6 +35,8 @@ _START = {
 def refuse_links(run: Path, but: str = "") -> None:
     """Check that no folder of a run is a link, since commands would write to another place.
 
+    W&B's links to a folder next to them, such as ``wandb/latest-run``, are allowed.
+
     Args:
         but: a folder that may be one.
 
@@ -42,7 +44,10 @@ def refuse_links(run: Path, but: str = "") -> None:
         StoreError: a folder is a link.
     """
     for folder in (*run.glob("*"), *run.glob("*/*")):
-        if folder.is_symlink() and folder.is_dir() and folder.relative_to(run).parts[0] != but:
+        if not (folder.is_symlink() and folder.is_dir()) or folder.relative_to(run).parts[0] == but:
+            continue
+        near = folder.resolve().parent == folder.parent.resolve()
+        if not (folder.parent == run / "wandb" and near):
             raise StoreError(f"{folder} is a link to a folder; a run directory must contain its folders")
 
 
