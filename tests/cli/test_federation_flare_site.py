@@ -159,7 +159,7 @@ def test_a_site_that_is_not_let_in_says_so_once(kits, tmp_path, monkeypatch, liv
             hub.close()
         monkeypatch.setattr(over_site, "FlareProcess", Client)
         monkeypatch.setattr(over_site, "time", clock)
-        monkeypatch.setattr(over_site, "_check_kit", lambda kit, config: address)
+        monkeypatch.setattr(over_site, "check_kit", lambda kit, config: address)
         config = written(kits, "north", state=str(tmp_path / "state"))
         with pytest.raises(KeyboardInterrupt):
             take_part(config, lines.append)
