@@ -1,11 +1,14 @@
 """Fused forwards against the modules of transformers that they replace."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from prefed.data import Pair
@@ -97,6 +100,27 @@ def test_dropout_keeps_its_input_and_repeats_its_draw(
     large = [each for each in saved if each.numel() >= x.numel()]
     assert large[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert len(large) == (1 if again else 2)
+
+
+class OwnGenerators(TorchDispatchMode):
+    """Refuses a generator of another device, as PyTorch does with real tensors."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        source = (kwargs or {}).get("generator")
+        assert source is None or source.device == args[0].device, f"{func} draws from {source.device}"
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_apple_gpu_draws_from_its_own_generator_once() -> None:
+    """A clone of its generator has the seed and not the position, so a draw repeated from it would differ:
+    the mask is kept. Without the device PyTorch's autograd cannot run, hence the call of its function."""
+    saved = list[torch.Tensor]()
+    context = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
+    with FakeTensorMode(), OwnGenerators():
+        x, a, b = (torch.empty(*shape, device="mps") for shape in ((20, 24), (3, 24), (16, 3)))
+        drawn = fused_lora.Dropout(0.3, [20], [fused_lora._generator(x.device)])
+        fused_lora._LoraLinear.forward(context, x, None, None, a, b, 0.5, drawn)
+    assert [each.shape for each in saved if each is not None] == [x.shape, a.shape, b.shape, (3, 20), x.shape]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

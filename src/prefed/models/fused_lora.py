@@ -21,19 +21,21 @@ class Dropout:
     Args:
         p: probability that a number becomes 0.
         counts: number of rows that each of ``generators`` draws for, one after the other.
-        generators: sources of the draw.
+        generators: sources of the draw; ``None``: the device's own.
 
     Attributes:
         scale: factor of the numbers that remain, 1 / (1 - p).
     """
 
-    def __init__(self, p: float, counts: Sequence[int], generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, p: float, counts: Sequence[int], generators: Sequence[torch.Generator | None]) -> None:
         self._p, self._counts, self._generators = p, counts, generators
-        self._states = [each.clone_state() for each in generators]
+        self._states = [each and each.clone_state() for each in generators] if p else []
         self.scale = 1 / (1 - p)
 
-    def mask(self, x: torch.Tensor, *, again: bool = False) -> torch.Tensor:
-        """Draw zeros and ones like ``[rows, in]``, or draw them ``again``."""
+    def mask(self, x: torch.Tensor, *, again: bool = False) -> torch.Tensor | None:
+        """Draw zeros and ones like ``[rows, in]``, or draw them ``again``; ``None`` without dropout."""
+        if not self._p:
+            return None
         sources = [each.clone_state() for each in self._states] if again else self._generators
         parts = [
             x.new_empty(count, x.shape[1]).bernoulli_(1 - self._p, generator=source)
@@ -43,15 +45,18 @@ class Dropout:
 
 
 def redraws(x: torch.Tensor) -> bool:
-    """Return whether the backward pass repeats a draw instead of keeping it: a CPU draws slowly."""
-    return x.device.type != "cpu"
+    """Return whether the backward pass repeats a draw instead of keeping it.
+
+    A CPU draws slowly, and the state of an Apple GPU's generator cannot be copied.
+    """
+    return x.device.type not in ("cpu", "mps")
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    """Return PyTorch's generator of a device."""
+def _generator(device: torch.device) -> torch.Generator | None:
+    """Return the generator of a device whose draws are repeated, and ``None`` on an Apple GPU."""
     if device.type == "cuda" and torch.cuda.default_generators:
         return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
+    return None if device.type == "mps" else torch.default_generator
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
@@ -75,14 +80,14 @@ class _LoraLinear(torch.autograd.Function):
         a: torch.Tensor,
         b: torch.Tensor,
         scale: float,
-        dropout: Dropout | None,
+        dropout: Dropout,
     ) -> torch.Tensor:
         y = x.new_zeros(len(x), len(b)) if weight is None else matmul(x, weight.t(), bias)
         a, b = a.to(x.dtype), b.to(x.dtype)
-        mask = None if dropout is None else dropout.mask(x)
+        mask = dropout.mask(x)
         z = x if mask is None else mask * x
         u = a @ z.t()
-        ctx.scale, ctx.dropout = scale * (1 if dropout is None else dropout.scale), dropout
+        ctx.scale, ctx.dropout = scale * dropout.scale, dropout
         y.addmm_(u.t(), b.t(), alpha=ctx.scale)
         ctx.save_for_backward(x, weight, a, b, u, None if redraws(x) else mask)
         return y
@@ -92,7 +97,7 @@ class _LoraLinear(torch.autograd.Function):
         (dy,) = grads
         x, weight, a, b, u, mask = ctx.saved_tensors
         need_x, _, _, need_a, need_b, *_ = ctx.needs_input_grad
-        if ctx.dropout and mask is None:
+        if mask is None:
             mask = ctx.dropout.mask(x, again=True)
         du = _product(b.t(), dy.t(), ctx.scale)
         dx = da = db = None
@@ -139,7 +144,7 @@ def lora_linear(
     tensor([[2., 2.]])
     """
     flat = x.reshape(-1, x.shape[-1])
-    drawn = Dropout(dropout, [len(flat)], [_generator(x.device)]) if dropout else None
+    drawn = Dropout(dropout, [len(flat)], [_generator(x.device)])
     y: torch.Tensor = _LoraLinear.apply(flat, weight, bias, a, b, scale, drawn)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], y.shape[-1])
 

@@ -116,13 +116,12 @@ class _StackedLoraLinear(torch.autograd.Function):
         into: tuple[torch.Tensor, torch.Tensor],
         scale: float,
         rows: ClientRows,
-        dropout: Dropout | None,
+        dropout: Dropout,
     ) -> torch.Tensor:
         y = matmul(x, weight.t(), bias)
-        ctx.into, ctx.rows, ctx.dropout = into, rows, dropout
-        ctx.scale = scale * (1 if dropout is None else dropout.scale)
+        ctx.into, ctx.rows, ctx.dropout, ctx.scale = into, rows, dropout, scale * dropout.scale
         a, bt = a.to(x.dtype), b.transpose(1, 2).to(x.dtype).contiguous()
-        mask = None if dropout is None else dropout.mask(x)
+        mask = dropout.mask(x)
         z = x if mask is None else mask * x
         u = _own_products(rows, z, a.transpose(1, 2))
         _own_products(rows, u, bt, into=y, scale=ctx.scale)
@@ -134,7 +133,7 @@ class _StackedLoraLinear(torch.autograd.Function):
         (dy,), rows = grads, ctx.rows
         x, weight, a, bt, u, mask = ctx.saved_tensors
         need_x, _, _, need_a, need_b, *_ = ctx.needs_input_grad
-        if ctx.dropout and mask is None:
+        if mask is None:
             mask = ctx.dropout.mask(x, again=True)
         du = _own_products(rows, dy, bt.transpose(1, 2)).mul_(ctx.scale)
         dx = None
@@ -211,12 +210,12 @@ class Stack:
         self._rows = {sum(each): ClientRows.of(each, self._backbone.device) for each in counts}
 
     def _forward(self, layer: Any, stem: str, x: torch.Tensor) -> torch.Tensor:
-        base, p = layer.base_layer, dropout_of(layer)
+        base = layer.base_layer
         weight = base.weight if isinstance(base, nn.Linear) else base.weight.t()
         a, b = (self._parameters[f"lora/{stem}/{factor}"] for factor in "AB")
         flat = x.reshape(-1, x.shape[-1])
         rows = self._rows[len(flat)]
-        dropout = Dropout(p, rows.counts, self._generators) if p else None
+        dropout = Dropout(dropout_of(layer), rows.counts, self._generators)
         fixed = (a.grad, b.grad), layer.scaling["default"], rows, dropout
         y: torch.Tensor = _StackedLoraLinear.apply(flat, weight, base.bias, a, b, *fixed)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1])

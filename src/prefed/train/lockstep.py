@@ -134,7 +134,8 @@ class Lockstep:
                 results.update(zip(group, trainer.train_together([starts[n] for n in group]), strict=True))
                 self._together += sum(results[number].steps for number in group)
             else:
-                results[group[0]] = trainer.train(*starts[group[0]])
+                start = starts[group[0]]
+                results[group[0]] = trainer.train(start.visit, start.tensors, start.phase)
                 self._alone += results[group[0]].steps
         return [results[number] for number in range(len(starts))]
 

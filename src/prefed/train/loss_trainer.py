@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +35,23 @@ if TYPE_CHECKING:
     from prefed.models.stacked_lora import Stack
 
 
-class PhaseStart(NamedTuple):
+@dataclass(frozen=True)
+class PhaseStart:
     """A phase of a visit and the tensors (full layout) that it starts from."""
 
     visit: Visit
     tensors: Tensors
     phase: Phase
+
+    @property
+    def key(self) -> Key:
+        """Random key of the phase."""
+        return self.visit.key.at("phase", self.phase.name)
+
+    @cached_property
+    def plan(self) -> list[Rows]:
+        """Rows of each step."""
+        return list(batches(self.visit.rows, self.phase, self.key))
 
 
 SHARED_TRAINING: ContextVar[Callable[[PhaseStart], PhaseResult] | None] = ContextVar(
@@ -53,7 +65,6 @@ class _Member:
     """A client's phase among those that share passes."""
 
     start: PhaseStart
-    plan: Sequence[Rows]
     backbone: Backbone
     steps: PhaseSteps
     memory: dict[str, float]
@@ -103,16 +114,15 @@ class LossTrainer:
         It can if each of its steps is a single pass that needs log-probabilities of pairs only. Recomputed
         blocks would draw other dropout masks than the first time.
         """
-        visit, _, phase = start
-        loss, model = self._find(phase.objective, visit.rows), self._model
-        config, settings = model.backbone.config, phase.batch_size
+        phase, model = start.phase, self._model
+        loss, config = self._find(phase.objective, start.visit.rows), model.backbone.config
         other = loss.unpaired or loss.needs_reward or phase.beside is not None
         if other or (config.checkpointing and config.lora.dropout):
             return None
         longest = 0
-        for batch in batches(visit.rows, phase, visit.key.at("phase", phase.name)):
+        for batch in start.plan:
             groups = model.groups(batch, rejected=loss.needs_rejected)
-            if groups[1:] or self._parts(batch, loss, settings)[1:]:
+            if groups[1:] or self._parts(batch, loss, phase.batch_size)[1:]:
                 return None
             longest = max(longest, int(model.tokens.lengths[batch].sum()))
         return longest
@@ -122,32 +132,30 @@ class LossTrainer:
 
         They train the same tensors on the same objective, and :meth:`shared_tokens` has a value for each.
         """
-        model, (first_visit, _, first) = self._model, starts[0]
         from prefed.models.stacked_lora import Stack
 
-        loss, stack = self._find(first.objective, first_visit.rows), Stack(model.backbone, len(starts))
-        plans = [list(batches(v.rows, phase, v.key.at("phase", phase.name))) for v, _, phase in starts]
+        shared, first = self._model.backbone, starts[0].phase
+        loss, stack = self._find(first.objective, starts[0].visit.rows), Stack(shared, len(starts))
         members: dict[int, _Member] = {}
         # The clients that still train are always the first members.
-        for number in sorted(range(len(starts)), key=lambda number: -len(plans[number])):
-            visit, tensors, phase = starts[number]
-            self._fill(loss, plans[number], visit.rows)
+        for number, start in sorted(enumerate(starts), key=lambda item: -len(item[1].plan)):
+            self._fill(loss, start.plan, start.visit.rows)
             backbone = stack.members[len(members)]
-            backbone.load(tensors)
-            steps, memory = PhaseSteps(backbone, phase), {**loss.memory, **phase.memory}
-            members[number] = _Member(starts[number], plans[number], backbone, steps, memory)
-        with dropout(model.backbone, trunk=True), stack.applied():
-            for step in range(max(map(len, plans))):
-                live = [member for member in members.values() if step < len(member.plan)]
-                keys = (m.start.visit.key.at("phase", m.start.phase.name).at("step", step) for m in live)
-                seeds = [key.at("dropout", 0).number() for key in keys if model.backbone.config.lora.dropout]
+            backbone.load(start.tensors)
+            steps = PhaseSteps(backbone, start.phase)
+            members[number] = _Member(start, backbone, steps, {**loss.memory, **start.phase.memory})
+        with dropout(shared, trunk=True), stack.applied():
+            for step in range(max(len(start.plan) for start in starts)):
+                live = [member for member in members.values() if step < len(member.start.plan)]
+                keys = (member.start.key.at("step", step).at("dropout", 0) for member in live)
+                seeds = [key.number() for key in keys if shared.config.lora.dropout]
                 stack.train_first(len(live), first.train, seeds)
                 self._step_together(loss, stack, live, step)
         return [members[number].steps.result(members[number].memory) for number in range(len(starts))]
 
     def _step_together(self, loss: PairLoss, stack: Stack, members: Sequence[_Member], step: int) -> None:
         """Take a step of each of the stack's first members."""
-        model, parts = self._model, [member.plan[step] for member in members]
+        model, parts = self._model, [member.start.plan[step] for member in members]
         assert isinstance(model.forward, PackedForward)
         counts, rejected = [len(part) for part in parts], loss.needs_rejected
         outputs = model.forward.stacked(model.pairs(np.concatenate(parts)), counts, stack, rejected=rejected)
