@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
+from transformers import GPT2Config, GPT2ForSequenceClassification
 from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
@@ -149,3 +150,39 @@ def test_the_command(weightless, tmp_path, monkeypatch):
         result = CliRunner().invoke(app, words)
         assert result.exit_code
         assert message in result.output.replace("\n", " ")
+
+
+def own_plan(*settings):
+    """The plan of the experiment with these settings, and its row without changes."""
+    words = ["run", "exp.toml", "--dry-run", "--device", "cuda:1GB", "--json"]
+    result = CliRunner().invoke(app, [*words, *(word for each in settings for word in ("--set", each))])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    return found, found["variants"][0]
+
+
+@pytest.mark.usefixtures("weightless")
+def test_a_pass_has_the_pairs_of_a_step():
+    """Accumulated batches share a pass, PPO's minibatches and a selector's batches count responses and
+    questions, two per pair; and a pass that is too short for one more of the longest pairs may have several
+    shorter ones."""
+    found, own = own_plan()
+    assert found["pass_pairs"] == 4
+    accumulated, more = own_plan("method.accumulate=3")
+    assert accumulated["pass_pairs"] == 12
+    assert more["bytes"]["kept"] == pytest.approx(3 * own["bytes"]["kept"], rel=0.01)
+    assert own_plan('method.name="fedbis"', "method.batch_size=4")[0]["pass_pairs"] == 2
+    whole = found["pair_tokens"] + 2  # with the last tokens of responses, which are no inputs
+    assert own_plan(f"engine.max_tokens={2 * whole + 1}")[0]["pass_pairs"] == 3
+    assert own_plan("engine.max_tokens=1")[0]["pass_pairs"] == 1
+
+
+def test_offline_ppo_has_its_reward_model_on_the_device(weightless, tmp_path):
+    """In float32, next to the frozen model, whatever dtype that has."""
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, num_labels=1)
+    config.save_pretrained(tmp_path / "reward")
+    reward = sum(parameter.nbytes for parameter in GPT2ForSequenceClassification(config).parameters())
+    ppo = ('method.objective="ppo"', 'method.reward_model="reward"', "method.ppo_minibatch=6")
+    found, own = own_plan(*ppo)
+    assert own["bytes"]["weights"] == weightless + reward
+    assert found["pass_pairs"] == 3

@@ -26,9 +26,10 @@ from prefed.config import ConfigError, Experiment
 from prefed.core import Key
 from prefed.data import TokenSet
 from prefed.methods import TrainingSettings
+from prefed.methods.base.settings import BaselineSettings
 from prefed.models import ModelConfig, ModelError
 from prefed.models.backbone import adapted, with_parts
-from prefed.models.pretrained import checkpoint_config, with_dtype
+from prefed.models.pretrained import checkpoint_config, load_pretrained, with_dtype
 from prefed.runs.build import build_data
 from prefed.train.packed import PackedForward, Packing
 from prefed.train.padded import pad
@@ -154,6 +155,7 @@ class PlannedModel:
         max_tokens: most tokens in one forward pass.
         slots: numbers of the optimiser's state per trained number.
         clients: number of clients that share a pass, each with its own tensors.
+        other: bytes of another frozen model on the device.
 
     Raises:
         ModelError: the model cannot be adapted, or does not support a part or ``checkpointing``.
@@ -169,6 +171,7 @@ class PlannedModel:
         max_tokens: int = 1 << 60,
         slots: int = 2,
         clients: int = 1,
+        other: int = 0,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -181,7 +184,7 @@ class PlannedModel:
         self._four_bits = config.quantize is not None
         self.backbone.train_only(self.backbone.layout.names)
         self.pairs = PairModel(self.backbone, tokens, max_tokens=max_tokens, fast=config.fast)
-        self._slots, self._clients = slots, clients
+        self._slots, self._clients, self._other = slots, clients, other
 
     def step(self, rows: Rows, *, rejected: bool = True) -> StepMemory:
         """Return the memory of a step that trains all tensors of a client on ``rows`` in one pass."""
@@ -229,7 +232,7 @@ class PlannedModel:
             for key, count in known.items()
             if key != client
         )
-        return total, max((known[key] for key in quantized - {client}), default=0)
+        return total + self._other, max((known[key] for key in quantized - {client}), default=0)
 
 
 @dataclass(frozen=True)
@@ -262,8 +265,8 @@ class MemoryPlan:
         usable: bytes for tensors, :data:`USABLE` of the device.
         dtype: dtype of the frozen weights.
         path: ``packed`` or ``plain``.
-        pass_pairs: pairs in a forward pass: a batch of each client in it, or as many as ``[engine]
-            max_tokens`` allows.
+        pass_pairs: pairs in a forward pass: a step of each client in it, or as many as ``[engine]
+            max_tokens`` allows, rounded up because shorter pairs fill it.
         pair_tokens: tokens of a pair in a forward pass, padding included.
         variants: the experiment as it is, then with settings that save memory.
     """
@@ -298,6 +301,18 @@ def optimizer_slots(settings: TrainingSettings) -> int:
     return own + (settings.optimizer in ("rmsprop", "sgd") and settings.momentum > 0)
 
 
+def _reward_model_bytes(settings: TrainingSettings) -> int:
+    """Return the bytes of the reward model of offline PPO, which remains on the device."""
+    if not (isinstance(settings, BaselineSettings) and settings.ppo):
+        return 0
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = load_pretrained(AutoConfig, "[method] reward_model", settings.reward_model, "configuration")
+    with META:
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
 def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
     """Read the data, and estimate the memory of training steps on a GPU.
 
@@ -312,7 +327,8 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
     """
     usable = int(USABLE * parse_device(device))
     settings, model = experiment.method.settings, with_dtype(experiment.model, "cuda")
-    stack = experiment.engine.stack
+    stack, most_tokens = experiment.engine.stack, experiment.engine.max_tokens
+    size, other = stack * settings.step_pairs(), _reward_model_bytes(settings)
     savings: list[dict[str, Any]] = [{}, {"checkpointing": True}]
     if model.train == "lora" and model.quantize is None:
         savings += [{"quantize": "nf4"}, {"quantize": "nf4", "checkpointing": True}]
@@ -331,9 +347,10 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
                     config,
                     experiment.parts,
                     dataset.tokens,
-                    max_tokens=experiment.engine.max_tokens,
+                    max_tokens=most_tokens,
                     slots=optimizer_slots(settings),
                     clients=stack,
+                    other=other,
                 )
             except ModelError:
                 if not changes:
@@ -344,14 +361,15 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
                 same = np.repeat(longest, count)
                 return mismatched(same) if settings.unpaired else same
 
-            group = planned.pairs.groups(rows(stack * settings.batch_size))[0]
-            rejected = settings.goal().name != "sft"
-            step, double = (planned.step(rows(count * len(group)), rejected=rejected) for count in (1, 2))
-            each = (double.total - step.total) / len(group)
-            most = max(0, math.floor(len(group) + (usable - step.total) / each))
             if not variants:
-                pass_pairs, tokens = len(group), planned.pair_tokens(group[:1])
+                tokens = planned.pair_tokens(rows(1))
+                whole = len(planned.pairs.groups(rows(size))[0])
+                pass_pairs = min(size, whole + 1, max(1, math.ceil(most_tokens / tokens)))
                 path = "packed" if planned.packed else "plain"
+            rejected = settings.goal().name != "sft"
+            step, double = (planned.step(rows(n * pass_pairs), rejected=rejected) for n in (1, 2))
+            each = (double.total - step.total) / pass_pairs
+            most = max(0, math.floor(pass_pairs + (usable - step.total) / each))
             bytes_ = {**asdict(step), "total": step.total}
             variants.append(Variant(changes, bytes_, step.total <= usable, most, most * tokens))
     return MemoryPlan(device, usable, str(model.dtype), path, pass_pairs, tokens, variants)
