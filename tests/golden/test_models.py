@@ -14,7 +14,7 @@ import transformers
 from benchmarks import zoo
 from peft import PeftModel
 from tests.finished import logprobs
-from tests.small_models import Choices, Pairs, away
+from tests.small_models import Choices, Pairs, away, backbone
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.models import Backbone, ModelConfig, ModelError, make_backbone, save_adapter, save_merged
@@ -231,6 +231,20 @@ def test_a_window_that_attention_does_not_keep_is_noticed(
     _, model = adapted("gemma3_text", more={"sliding_window": 5})
     assert isinstance(PairTrainer(model, Pairs(4)).model.forward, PaddedForward)
     assert "packed input changes its hidden states by" in caplog.text
+
+
+def test_a_small_difference_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Embeddings that also depend on the place in the input, which is another one in packed input. It changes
+    hidden states by some 7e-4, and rounding in float32 changes them by less than 1e-6."""
+    model = backbone("llama")
+    assert isinstance(PairTrainer(backbone("llama"), Pairs(4)).model.forward, PackedForward)
+
+    def with_place(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 2e-4 * torch.linspace(0, 1, output.shape[1])[:, None]
+
+    model.causal.get_input_embeddings().register_forward_hook(with_place)
+    assert isinstance(PairTrainer(model, Pairs(4)).model.forward, PaddedForward)
+    assert "packed input changes its hidden states by 0.0" in caplog.text
 
 
 def test_stacks_of_blocks_do_not_share_names() -> None:

@@ -36,7 +36,7 @@ class Dropout:
         """Draw zeros and ones like ``[rows, in]``, or draw them ``again``; ``None`` without dropout."""
         if not self._p:
             return None
-        sources = [each.clone_state() for each in self._states] if again else self._generators
+        sources = [each and each.clone_state() for each in self._states] if again else self._generators
         parts = [
             x.new_empty(count, x.shape[1]).bernoulli_(1 - self._p, generator=source)
             for count, source in zip(self._counts, sources, strict=True)

@@ -623,8 +623,8 @@ def enable_packing(backbone: Backbone, longest: int = 0) -> str:
                 apart = float(
                     (final.norm(trunk_hidden(backbone, packing)) - expected).norm() / expected.norm()
                 )
-                if not apart < (1e-3 if backbone.dtype in (torch.float32, torch.float64) else 0.05):
-                    problem = f"packed input changes its hidden states by {apart:.1%}"
+                if not apart < (1e-4 if backbone.dtype in (torch.float32, torch.float64) else 0.05):
+                    problem = f"packed input changes its hidden states by {apart:.2%}"
     except Exception as error:  # code of some two hundred architectures
         problem = brief(error)
     if problem:
