@@ -268,7 +268,7 @@ def test_nothing_is_chosen_where_a_run_failed(path):
 
     cells, sweep, _, lines = sweep_of(path, "method.lr=0.001,0.01,0.1", figure=figure)
     assert asyncio.run(sweep.grid(cells)) == []
-    assert sweep.failed == ["lr0.01-seed5"]
+    assert list(sweep.failed) == ["lr0.01-seed5"]
     assert "FAILED lr0.01-seed5: no room" in lines
     _, page = keep_grid(cells, [])
     assert "2 runs side by side" in page.read_text()

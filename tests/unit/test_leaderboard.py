@@ -212,6 +212,40 @@ def test_a_method_of_prefed_and_one_of_a_file_enter(tmp_path, monkeypatch):
     assert "own.py has changed since. Move it away, or choose another --out" in error
 
 
+def test_what_a_method_cannot_do_is_a_result_and_a_failure_is_none(tmp_path, monkeypatch):
+    """DPO does not train on thumbs, which only a run finds out: a row with the reason, and exit code 0 next
+    to another task, 1 without. What fails leaves the row as it is."""
+    process = sweep_child._command
+
+    async def command(run, *words):
+        return await (process if run.out.parent.name == "thumbs" else sweep_command)(run, *words)
+
+    monkeypatch.setattr(sweep_child, "_command", command)
+    small_place(tmp_path)
+    thumbs = [{"prompt": "Say:", "completion": f" yes {k}", "label": k % 2 == 0} for k in range(8)]
+    jsonl(tmp_path / "thumbs.jsonl", [{**each, "worker": worker} for worker in "ab" for each in thumbs])
+    (tmp_path / "plain.toml").write_text(TASK)
+    over = 'title = "Thumbs"\nextends = "plain.toml"\n[base.data]\ntrain = "thumbs.jsonl"\n[rows.feddpo]\n'
+    (tmp_path / "thumbs.toml").write_text(over)
+    monkeypatch.chdir(tmp_path)
+    words = ("--out", "out", "--method", "local")
+    prefed_("sweep", "plain.toml", "thumbs.toml", *words)
+    board = json.loads(Path("out/leaderboard.json").read_text())
+    reason = board["thumbs"]["methods"]["local"]["refused"]
+    assert reason.startswith("[method] objective 'dpo' trains on pairs, but the training data are thumbs")
+    assert board["plain"]["methods"]["local"]["seeds"] == [1]
+    error = prefed_("sweep", "thumbs.toml", *words, code=1)
+    assert f"every cell is refused:\nthumbs local: {reason}" in error
+
+    async def killed(run, *words):
+        raise sweep_child.CommandError("killed", run.beside("log"), "")
+
+    monkeypatch.setattr(sweep_child, "_command", killed)
+    shutil.rmtree("out/plain")
+    assert "some cells failed:\nplain local: " in prefed_("sweep", "plain.toml", *words, code=1)
+    assert json.loads(Path("out/leaderboard.json").read_text()) == board
+
+
 def test_what_cannot_be_a_method_is_refused(tmp_path, monkeypatch):
     """A name, a file and a key that are not there, before anything runs."""
     monkeypatch.chdir(small_place(tmp_path))

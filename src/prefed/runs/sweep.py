@@ -258,16 +258,16 @@ class Sweep:
     Attributes:
         tell: called with each line of progress.
         do: runs or resumes one run.
-        failed: the cells of tables and the runs of grids that failed, each with the log file of the failed
-            run if there is one.
-        reasons: the name of each of these cells or runs, and why it failed.
+        failed: the cells of tables and the runs of grids that failed, by name; each with the log file of the
+            failed run if there is one.
+        refused: those of them whose run was refused before its first round, and why.
     """
 
     jobs: int
     tell: Callable[[str], None] = print
     do: Callable[[SweepRun], Awaitable[None]] = run_in_process
-    failed: list[str] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.jobs)
@@ -374,9 +374,13 @@ class Sweep:
             reason = error
             while isinstance(reason, ExceptionGroup):
                 reason = reason.exceptions[0]
-            log = f": {reason.log}" if isinstance(reason, CommandError) else ""
-            self.failed.append(f"{name}{log}")
-            self.reasons[name] = getattr(reason, "reason", str(reason))
+            self.failed[name] = name
+            if isinstance(reason, CommandError):
+                self.failed[name] += f": {reason.log}"
+                if reason.refusal:
+                    self.refused[name] = reason.refusal
+                    self.tell(f"{name} is refused: {reason.refusal}")
+                    return None
             self.tell(f"FAILED {name}: {reason}")
             return None
 

@@ -50,12 +50,13 @@ class CommandError(RuntimeError):
 
     Attributes:
         log: the file with its error output.
-        reason: what the command said.
+        refusal: its error message if it ended before the first round, as for a method that cannot do the
+            task; else empty.
     """
 
-    def __init__(self, message: str, log: Path, reason: str) -> None:
+    def __init__(self, message: str, log: Path, refusal: str) -> None:
         super().__init__(message)
-        self.log, self.reason = log, reason
+        self.log, self.refusal = log, refusal
 
 
 @dataclass(frozen=True)
@@ -213,9 +214,11 @@ async def _command(run: SweepRun, *words: str) -> bytes:
         text = log.read_text("utf-8", "replace").strip()
         last = text.rpartition("\n")[2]
         # The first line of an error has the reason; after a colon, the second has an example.
-        reason, *more = text.rpartition("error: ")[2].split("\n")
+        _, found, message = f"\n{text}".rpartition("\nerror: ")
+        reason, *more = message.split("\n")
         reason = " ".join([reason, *(line.strip() for line in more[:1] if reason.endswith(":"))])
+        refusal = reason if found and not run.out.exists() else ""
         raise CommandError(
-            f"{run.out} failed with status {child.returncode}: {last} (log: {log})", log, reason
+            f"{run.out} failed with status {child.returncode}: {last} (log: {log})", log, refusal
         )
     return output

@@ -240,7 +240,7 @@ def sweep(
         if path.exists():
             typer.echo(f"\n{table.title} ({path})\n\n{path.read_text('utf-8')}", nl=False)
     if work.failed:
-        raise ValueError("some cells failed:\n" + "\n".join(work.failed))
+        raise ValueError("some cells failed:\n" + "\n".join(work.failed.values()))
 
 
 def _sweep_methods(
@@ -279,13 +279,15 @@ def _sweep_methods(
     work = Sweep(jobs, tell)
     if possible:
         _to_the_end(work.tables(possible, partial(add, out)))
-    refused |= work.reasons
+    refused |= work.refused
     for cell in cells:
         if cell.name in refused:
             add(out, cell, {"refused": refused[cell.name]})
     typer.echo(write_leaderboard(out))
-    if work.failed:
-        raise ValueError("some cells failed:\n" + "\n".join(work.failed))
+    if failed := [line for name, line in work.failed.items() if name not in refused]:
+        raise ValueError("some cells failed:\n" + "\n".join(failed))
+    if all(cell.name in refused for cell in possible):
+        raise ValueError("every cell is refused:\n" + "\n".join(f"{k}: {v}" for k, v in refused.items()))
 
 
 def _sweep_grid(
@@ -315,7 +317,9 @@ def _sweep_grid(
     for file in kept or ():
         typer.echo(file)
     if sweep.failed:
-        raise ValueError("some runs failed, so no combination was selected:\n" + "\n".join(sweep.failed))
+        raise ValueError(
+            "some runs failed, so no combination was selected:\n" + "\n".join(sweep.failed.values())
+        )
 
 
 def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
