@@ -143,7 +143,7 @@ def test_a_row_says_where_its_best_rate_lies():
     inside = {"lr": 3e-3, "validation": {"0.001": 0.5, "0.003": 0.6, "0.009": 0.5}}
     assert rate(inside) == ("3e-3", "1e-3 to 9e-3")
     assert rate({**inside, "lr": 9e-3}) == ("9e-3", "1e-3 to 9e-3, best at the end")
-    assert rate({"lr": 0.3, "validation": {0.3: 0.5}}) == ("0.3", "0.3, best at the end")
+    assert rate({"lr": 0.3, "validation": {0.3: 0.5}}) == ("0.3", "0.3")
 
 
 # How a table is made
@@ -272,11 +272,12 @@ def test_what_fails_is_told_and_the_other_cells_go_on(tmp_path):
 
     cells = toy_cells(tmp_path, "feddpo", "local")
     sweep, lines = make(Breaks(peak(3e-3)), cells)
-    assert sweep.failed == ["toy feddpo"]
+    assert sweep.failed == {"toy feddpo": "toy feddpo"}
+    assert sweep.refused == {}
     assert "FAILED toy feddpo: no room" in lines
     assert [each["method"] for each in json.loads((tmp_path / "toy.json").read_text())] == ["local"]
     sweep, _ = make(Toy(peak(3e-3)), cells[:1], ["feddpo", "local"])
-    assert sweep.failed == []
+    assert sweep.failed == {}
     assert [each["method"] for each in json.loads((tmp_path / "toy.json").read_text())] == ["feddpo", "local"]
 
 
@@ -309,7 +310,7 @@ def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
         sweep_child.CommandError, match=r"failed with status 1: error: no model \(log: "
     ) as failed:
         asyncio.run(run_in_process(run))
-    assert failed.value.reason == "no model"
+    assert failed.value.refusal == "no model"
     assert run.beside("log").read_text() == "round 1/2\nerror: no model\n"
     assert not run.finished
 

@@ -111,7 +111,9 @@ def rate(outcome: Outcome) -> tuple[str, str]:
     """The selected learning rate, and the range tried; notes if the best is at an end or all are equal."""
     figures = {float(lr): figure for lr, figure in outcome["validation"].items()}
     lowest, highest = min(figures), max(figures)
-    span = f"{_short(lowest)} to {_short(highest)}" if len(figures) > 1 else _short(outcome["lr"])
+    if len(figures) == 1:
+        return _short(outcome["lr"]), _short(outcome["lr"])
+    span = f"{_short(lowest)} to {_short(highest)}"
     if all_equal(figures):
         return "any", f"{span}, all alike"
     if outcome["lr"] in (lowest, highest):
