@@ -168,6 +168,39 @@ def test_a_broken_package_is_listed_with_its_error(package):
     assert "No module named 'nothing_of_this_name'" in listed.replace("  ", " ")
 
 
+def test_a_package_does_not_hide_another_or_prefed(package, place):
+    """Two packages with one entry point, and one with the name of a method of prefed: the list says so, and a
+    method without a source does not end it."""
+    points = {"methods": "lgfedavg = other:METHOD\nditto = other:METHOD\nlone = other:LONE"}
+    more = "LONE = MethodKind('lone', 'no source', module='other.lone')\n"
+    outside.install(package, "other", {"__init__.py": METHOD + more, "lone.py": ""}, points)
+    plugins.entry_points.cache_clear()
+    with pytest.raises(ConfigError, match=r"'lgfedavg' is an entry point of several packages; name one"):
+        Experiment(**small_experiment(place, method="lgfedavg"))
+    assert Experiment(**small_experiment(place, method="ditto")).method.kind is METHODS.builtin["ditto"]
+    assert Experiment(**small_experiment(place, method="other:METHOD")).method.kind.name == "lgfedavg"
+    listed = " ".join(prefed_("methods").split())
+    for text in (
+        "lgfedavg 'lgfedavg' is an entry point",
+        "other:METHOD not called ditto, which is a method of prefed",
+        "does not define SOURCE, Settings, needs, build",
+    ):
+        assert text in listed, text
+
+
+def test_standard_output_is_left_to_json(file, tmp_path):
+    """A file that prints when it is imported and when it builds the method."""
+    last = "    return fedavg.method"
+    assert last in METHOD
+    text = "print('imported')\n" + METHOD.replace(last, f"    print('built')\n{last}")
+    (tmp_path / "lg.py").write_text(text)
+    run(Experiment.load(file), tmp_path / "run")
+    ended = command("evaluate", tmp_path / "run", "--json")
+    assert json.loads(ended.stdout)["preference_accuracy"]
+    assert "imported\n" in ended.stderr
+    assert "built\n" in ended.stderr
+
+
 def test_init_shows_a_file(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prefed_("init", "./lg.py")
@@ -185,6 +218,8 @@ def test_init_shows_a_file(file, tmp_path, monkeypatch):
         ("./sourceless.py", r"method 'lgfedavg': /.*sourceless.py does not define SOURCE"),
         ("./nameless.py", r"'lgfedavg' is not one of prefed: write MethodKind\(…, module=__name__\)"),
         ("./broken.py", r"broken.py cannot be imported: ZeroDivisionError"),
+        ("./exits.py", r"exits.py cannot be imported: SystemExit: 0"),
+        ("./plain.py", r"method 'lgfedavg': Settings must derive from LocalSettings"),
         ("./beside.py", r"No module named 'lg'; a file cannot import its neighbours, .*: prefed new method"),
         ("nopack.method:METHOD", r"no package is called 'nopack'; install it, or name a file"),
     ],
@@ -195,6 +230,8 @@ def test_what_is_wrong_is_named(name, problem, file, tmp_path):
         METHOD.replace("SOURCE =", "PAPER =").replace("SOURCE,", "PAPER,")
     )
     (tmp_path / "nameless.py").write_text(METHOD.replace(", module=__name__", ""))
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "plain.py").write_text(METHOD.replace("Settings(LocalSettings)", "Settings"))
     (tmp_path / "beside.py").write_text("from lg import METHOD\n")
     with pytest.raises(ConfigError, match=problem):
         Experiment.load(file, [f"method.name={name}"])

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from prefed.core import files
-from prefed.core.text import did_you_mean
+from prefed.core.text import did_you_mean, listed
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -212,11 +212,14 @@ def _package(name: str) -> Code:
 
 
 @cache
-def entry_points(kind: str) -> dict[str, EntryPoint]:
-    """The installed entry points of a kind by name."""
+def entry_points(kind: str) -> dict[str, list[EntryPoint]]:
+    """The installed entry points of a kind by name; several if packages use the same name."""
     from importlib import metadata
 
-    return {point.name: point for point in metadata.entry_points(group=f"prefed.{kind}")}
+    points: dict[str, list[EntryPoint]] = {}
+    for point in metadata.entry_points(group=f"prefed.{kind}"):
+        points.setdefault(point.name, []).append(point)
+    return points
 
 
 def _load(name: str, code: Code, default: str) -> Any:
@@ -224,8 +227,10 @@ def _load(name: str, code: Code, default: str) -> Any:
     assert match is not None
     wanted = match["object"] or match["within"] or default
     try:
-        module = import_module(match["module"]) if match["module"] else _module(code)
-    except Exception as error:
+        # Standard output may be for JSON.
+        with redirect_stdout(sys.stderr):
+            module = import_module(match["module"]) if match["module"] else _module(code)
+    except (Exception, SystemExit) as error:
         why = f"{name} cannot be imported: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and Path(code.place).with_name(f"{error.name}.py").exists():
             # A neighbour's code is neither in the digest nor sent to other machines.
@@ -283,7 +288,7 @@ class Registry(Mapping[str, T], Generic[T]):
             raise KeyError(name)
         key = name, code.digest
         if key not in self._loaded:
-            point = None if name in _allowed else entry_points(self.kind)[name]
+            point = None if name in _allowed else self._point(name)
             found = _load(name if point is None else point.value, code, self._default)
             if not (callable(found) if self._fits is None else isinstance(found, self._fits)):
                 wanted = "a callable" if self._fits is None else f"a {self._fits.__name__}"
@@ -304,8 +309,17 @@ class Registry(Mapping[str, T], Generic[T]):
             return None
         if name in _allowed:
             return _allowed[name]
-        point = None if is_code(name) else entry_points(self.kind).get(name)
+        point = None if is_code(name) else self._point(name)
         return None if point is None else _package(point.module.partition(".")[0])
+
+    def _point(self, name: str) -> EntryPoint | None:
+        points = entry_points(self.kind).get(name, [])
+        if len(points) > 1:
+            raise PluginError(
+                f"{name!r} is an entry point of several packages; name one by its object: "
+                f"{listed([point.value for point in points], str)}"
+            )
+        return points[0] if points else None
 
     def hint(self, name: str) -> str:
         """What to write instead of an unknown name, for messages."""

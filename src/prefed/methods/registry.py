@@ -84,7 +84,13 @@ class MethodKind:
     @property
     def Settings(self) -> type[TrainingSettings]:  # noqa: N802
         """The class of the settings. Every field has a default and a description."""
-        settings: type[TrainingSettings] = self._module.Settings
+        from prefed.methods.base import TrainingSettings
+
+        settings = self._module.Settings
+        if not (isinstance(settings, type) and issubclass(settings, TrainingSettings)):
+            raise PluginError(
+                f"method {self.name!r}: Settings must derive from LocalSettings of prefed.methods.base"
+            )
         return settings
 
     @property

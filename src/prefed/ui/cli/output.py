@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from enum import IntEnum
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
@@ -186,6 +187,13 @@ def tell(text: str) -> None:
         report("note", text)
     elif volume() is not Volume.QUIET:
         typer.echo(text)
+
+
+@contextmanager
+def only_json(as_json: bool) -> Iterator[None]:
+    """With ``as_json``, what code from outside prefed prints goes to standard error."""
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        yield
 
 
 def print_json(content: Any) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from prefed.ui.cli.arguments import AsJson, CellName, File, Overrides
 from prefed.ui.cli.errors import usage
-from prefed.ui.cli.output import print_json
+from prefed.ui.cli.output import only_json, print_json
 
 
 def init(
@@ -75,7 +75,7 @@ def methods() -> None:
     from rich import box
     from rich.table import Table
 
-    from prefed.core.plugins import PluginError
+    from prefed.core.plugins import PluginError, entry_points
     from prefed.methods import METHODS
     from prefed.trackers.terminal import stdout_console
 
@@ -86,11 +86,12 @@ def methods() -> None:
     for name in METHODS:
         try:
             kind = METHODS[name]
+            table.add_row(name, kind.title, "personal models" if kind.personal else "one model", kind.source)
         except PluginError as error:
             table.add_row(name, str(error))
-            continue
-        ends = "personal models" if kind.personal else "one model"
-        table.add_row(name, kind.title, ends, kind.source)
+    for name in entry_points("methods").keys() & METHODS.builtin.keys():
+        for point in entry_points("methods")[name]:
+            table.add_row(point.value, f"not called {name}, which is a method of prefed")
     stdout_console().print(table)
 
 
@@ -108,7 +109,7 @@ def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json
     from prefed.trackers.terminal import Terminal, stdout_console
     from prefed.ui.pages.terminal import print_dataset_statistics
 
-    with TemporaryDirectory(prefix="prefed-data-") as folder:
+    with only_json(as_json), TemporaryDirectory(prefix="prefed-data-") as folder:
         dataset = build_data(experiment, Path(folder) / "data")
         statistics, (notes, warnings) = dataset_statistics(dataset), data_notices(dataset)
     if as_json:

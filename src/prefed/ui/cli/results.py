@@ -14,7 +14,7 @@ import typer
 from prefed.ui.cli.arguments import AsJson, MaxNewTokens, PromptColumn, Raw, RoundName, RunFolder, Temperature
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, terminable, usage
 from prefed.ui.cli.log import report as log_event
-from prefed.ui.cli.output import print_json, progress_console
+from prefed.ui.cli.output import only_json, print_json, progress_console
 
 
 def evaluate(
@@ -63,12 +63,12 @@ def evaluate(
 
     # The hub of a federation does not have the run's pairs.
     own_pairs = test is None or (taste is not None and not read_run(run).sites)
-    loaded_run = load_run(run, data=own_pairs, best=which == "best")
-    if taste is not None:
-        loaded_run = at_taste(loaded_run, taste, test, split or loaded_run.experiment.evaluate.split)
-    # With the run's number of threads, its metrics are reproduced exactly.
-    torch.set_num_threads(loaded_run.experiment.engine.threads or torch.get_num_threads())
-    with _progress() as report:
+    with only_json(as_json), _progress() as report:
+        loaded_run = load_run(run, data=own_pairs, best=which == "best")
+        if taste is not None:
+            loaded_run = at_taste(loaded_run, taste, test, split or loaded_run.experiment.evaluate.split)
+        # With the run's number of threads, its metrics are reproduced exactly.
+        torch.set_num_threads(loaded_run.experiment.engine.threads or torch.get_num_threads())
         done = partial(report, "clients")
         if test is None:
             evaluation = evaluate_run(loaded_run, split or loaded_run.experiment.evaluate.split, client, done)
@@ -325,7 +325,7 @@ def judge(
             ],
             name=name,
         )
-    with _progress() as report:
+    with only_json(as_json), _progress() as report:
         summary = judge_run(run, comparison, report)
     if as_json:
         print_json(summary)
