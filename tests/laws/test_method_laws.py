@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 from tests.laws.test_messages import REFUSED
 
 from prefed.core import Method
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.merge import MergeConfig, ServerOptimizer
-from prefed.methods import METHODS
+from prefed.methods import METHODS, feddpo
 from prefed.networks.federation.config import EXCHANGES
 from prefed.testing import (
     RULES,
@@ -232,5 +233,15 @@ def test_a_model_without_all_tensors_is_found():
 
 
 def test_a_kind_that_declares_something_else_is_found():
-    with pytest.raises(AssertionError, match=r"feddpo: personal is True in MethodKind .*, but False in the"):
+    text = r"feddpo: personal is True in MethodKind .*, but False in the method; pass it to fedavg\.method if"
+    with pytest.raises(AssertionError, match=text):
         check_kind(replace(METHODS["feddpo"], personal=True))
+
+
+def test_defaults_that_are_none_are_found(monkeypatch):
+    class Settings(feddpo.Settings):
+        mix: float = Field(description="a setting without a default")
+
+    monkeypatch.setattr(feddpo, "Settings", Settings)
+    with pytest.raises(AssertionError, match=r"feddpo: settings need valid defaults: mix \(Field required\)"):
+        check_kind(METHODS["feddpo"])

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 import torch
+from pydantic import ValidationError
 
 from prefed.core import (
     Download,
@@ -105,8 +106,13 @@ def _require(holds: object, message: str) -> None:
 
 def check_kind(kind: MethodKind, settings: Mapping[str, Any] | None = None) -> None:
     """Every setting has a default and a description, and the method is what its kind declares."""
-    default = kind.Settings()
-    again = kind.Settings(**default.model_dump(exclude_none=True))
+    try:
+        default = kind.Settings()
+        again = kind.Settings(**default.model_dump(exclude_none=True))
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, each['loc']))} ({each['msg']})" for each in error.errors()]
+        text = f"{kind.name}: settings need valid defaults: {', '.join(wrong)}"
+        raise AssertionError(text) from error
     _require(again == default, f"{kind.name}: Settings() differs from the settings read back from its values")
     for name, setting in kind.Settings.model_fields.items():
         place = f"{kind.name}: setting {name}"
@@ -118,10 +124,9 @@ def check_kind(kind: MethodKind, settings: Mapping[str, Any] | None = None) -> N
     method = problem.build()
     for name in ("name", "source", "personal", "reads"):
         declared, built = getattr(kind, name), getattr(method, name)
-        _require(
-            declared == built,
-            f"{kind.name}: {name} is {declared!r} in MethodKind or its module, but {built!r} in the method",
-        )
+        text = f"{kind.name}: {name} is {declared!r} in MethodKind or its module, but {built!r} in the method"
+        hint = "; pass it to fedavg.method if no tensor is personal" if name == "personal" else ""
+        _require(declared == built, text + hint)
     method.ownership.check(problem.initial.layout)
 
 
