@@ -98,8 +98,8 @@ def output(*command: str, code: int = 1) -> str:
 
 ROW = "train.jsonl, row 2: "
 LINES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "train.jsonl: the file has no rows"),
-    "blank lines": (b"\n \n\n", "train.jsonl: the file has no rows"),
+    "empty": (b"", "train.jsonl: there are no rows; add some, or remove this source"),
+    "blank lines": (b"\n \n\n", "train.jsonl: there are no rows; add some, or remove this source"),
     "UTF-16": (lines(ROWS).decode().encode("utf-16"), 'train.jsonl: its first bytes indicate UTF-16 text: set encoding = "utf-16"'),
     "UTF-16 without its mark": (lines(ROWS).decode().encode("utf-16-be"), 'UTF-16-BE text: set encoding = "utf-16-be"'),
     "UTF-32": (lines(ROWS).decode().encode("utf-32"), 'UTF-32 text: set encoding = "utf-32"'),
@@ -173,7 +173,7 @@ OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a folder of other things": ("train", lambda path: (path.mkdir(), (path / "a.txt").touch()), "train: no data files in this folder"),
     "a gzip file that is none": ("train.jsonl.gz", lambda path: path.write_bytes(lines(ROWS)), "train.jsonl.gz: incomplete gzip file"),
     "a JSON list cut off": ("train.json", lambda path: path.write_bytes(json.dumps(ROWS).encode()[:-5]), "train.json, line 1: not JSON"),
-    "an empty JSON list": ("train.json", lambda path: path.write_text("[]"), "train.json: the file has no rows"),
+    "an empty JSON list": ("train.json", lambda path: path.write_text("[]"), "train.json: there are no rows; add some, or remove this source"),
     "a JSON list of text": ("train.json", lambda path: path.write_text('["a"]'), "train.json, row 1: a row must be an object"),
     "a JSON list in UTF-16": ("train.json", lambda path: path.write_text("[{}]", encoding="utf-16"), 'set encoding = "utf-16"'),
     "a CSV row too short": ("train.csv", lambda path: path.write_text(CSV + "p,a,b\n"), "train.csv, row 14: 3 fields, but the header has 4"),
@@ -181,7 +181,7 @@ OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "semicolons": ("train.csv", lambda path: path.write_text(CSV.replace(",", ";")), "train.csv: the header is a single field, 'prompt;chosen;rejected;client'; separate fields with commas, not ';'"),
     "tabs": ("train.csv", lambda path: path.write_text(CSV.replace(",", "\t")), "fields with commas, not '\\t'"),
     "a quote without end": ("train.csv", lambda path: path.write_text(CSV + '"p,a,b,c\n'), "train.csv, row 14: not CSV: "),
-    "a header alone": ("train.csv", lambda path: path.write_text(CSV.splitlines()[0]), "train.csv: the file has no rows"),
+    "a header alone": ("train.csv", lambda path: path.write_text(CSV.splitlines()[0]), "train.csv: there are no rows; add some, or remove this source"),
     "no header": ("train.csv", lambda path: path.write_text("".join(CSV.splitlines(True)[1:])), "train.csv, row 2: no known format has the columns p0"),
     "a column twice": ("train.csv", lambda path: path.write_text(CSV.replace("client", "prompt", 1)), "train.csv: the header repeats prompt; rename or remove one column"),
     "an empty field": ("train.csv", lambda path: path.write_text(CSV + "p,,b,c\n"), "train.csv, row 14: chosen is missing"),
@@ -190,7 +190,7 @@ OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "text named Parquet": ("train.parquet", lambda path: path.write_bytes(lines(ROWS)), "train.parquet, after row 0: incomplete Parquet file"),
     "Parquet of other columns": ("train.parquet", lambda path: table(path, {"text": ["a"]}), "train.parquet, row 1: no known format has the columns text; give two responses"),
     "Parquet of numbers": ("train.parquet", lambda path: table(path, {**COLUMNS, "chosen": list(range(12))}), "train.parquet, row 1: chosen must be text or a list of messages, not a number"),
-    "Parquet without rows": ("train.parquet", lambda path: table(path, {name: [] for name in COLUMNS}), "train.parquet: the file has no rows"),
+    "Parquet without rows": ("train.parquet", lambda path: table(path, {name: [] for name in COLUMNS}), "train.parquet: there are no rows; add some, or remove this source"),
 }  # fmt: skip
 
 

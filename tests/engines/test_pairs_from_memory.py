@@ -262,7 +262,7 @@ def test_bad_rows_are_named_by_client_and_number(kind, layout, named, tmp_path):
         ({"test": {"a": []}}, ConfigError, "keys 'test': it needs 'train'"),
         ({"a": "a.jsonl"}, TypeError, r"data\['a'\] must be a datasets.Dataset.*not str; for a file, set"),
         (5, TypeError, "^data must be a datasets.Dataset, a pandas.DataFrame or a list of dicts, not int;"),
-        ({"a": []}, DataError, r"data\['a'\]: the file has no rows"),
+        ({"a": []}, DataError, r"data\['a'\]: there are no rows; add some, or remove this source"),
         ({3: [], "3": []}, ConfigError, "two clients are called '3'"),
         ({None: []}, TypeError, "a client's name must be text or a whole number, not None"),
         ({"a\tb": []}, ConfigError, r"contains the control character U\+0009"),

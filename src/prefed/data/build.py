@@ -315,8 +315,8 @@ def _read_rows(
         if counts.read + errors.count == before:
             empty.append(source.path)
     if empty:
-        one, several = "the file has no rows", "the files have no rows"
-        raise DataError(f"{listed(empty, str)}: {one if len(empty) == 1 else several}")
+        what = "this source" if len(empty) == 1 else "these sources"
+        raise DataError(f"{listed(empty, str)}: there are no rows; add some, or remove {what}")
     missing.raise_if_everywhere()
     writer.flush()
     errors.raise_if_any()

@@ -306,7 +306,7 @@ class DataConfig(StrictModel):
             value = named
         if isinstance(value, dict) and "path" not in value:
             if not value:
-                raise ValueError("the table of sources is empty")
+                raise ValueError("the table of sources is empty; name a file, or the rows of each client")
             return {name: one(source) for name, source in value.items()}
         return one(value)
 
