@@ -169,11 +169,14 @@ def test_a_broken_package_is_listed_with_its_error(package):
 
 
 def test_a_package_does_not_hide_another_or_prefed(package, place):
-    """Two packages with one entry point, and one with the name of a method of prefed: the list says so, and a
-    method without a source does not end it."""
-    points = {"methods": "lgfedavg = other:METHOD\nditto = other:METHOD\nlone = other:LONE"}
-    more = "LONE = MethodKind('lone', 'no source', module='other.lone')\n"
-    outside.install(package, "other", {"__init__.py": METHOD + more, "lone.py": ""}, points)
+    """Two packages with one entry point, and one with the name of a method of prefed: the list says so, and
+    methods without a source or whose module cannot be imported do not end it."""
+    points = {
+        "methods": "lgfedavg = other:METHOD\nditto = other:METHOD\nlone = other:LONE\nlazy = other:LAZY"
+    }
+    more = "LONE, LAZY = (MethodKind(name, '', module=f'other.{name}') for name in ('lone', 'lazy'))\n"
+    modules = {"__init__.py": METHOD + more, "lone.py": "", "lazy.py": "import nothing_of_this_name\n"}
+    outside.install(package, "other", modules, points)
     plugins.entry_points.cache_clear()
     with pytest.raises(ConfigError, match=r"'lgfedavg' is an entry point of several packages; name one"):
         Experiment(**small_experiment(place, method="lgfedavg"))
@@ -184,6 +187,7 @@ def test_a_package_does_not_hide_another_or_prefed(package, place):
         "lgfedavg 'lgfedavg' is an entry point",
         "other:METHOD not called ditto, which is a method of prefed",
         "does not define SOURCE, Settings, needs, build",
+        "method 'lazy': other.lazy cannot be imported: ModuleNotFoundError: No module named",
     ):
         assert text in listed, text
 

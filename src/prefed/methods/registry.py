@@ -44,10 +44,14 @@ class MethodKind:
         builtin = f"prefed.methods.{self.name}"
         try:
             module = import_module(self.module or builtin)
-        except ModuleNotFoundError as error:
-            if error.name != builtin:
-                raise
+        except (Exception, SystemExit) as error:
             why = f"method {self.name!r} is not one of prefed: write MethodKind(…, module=__name__)"
+            if self.module:
+                why = (
+                    f"method {self.name!r}: {self.module} cannot be imported: {type(error).__name__}: {error}"
+                )
+            elif getattr(error, "name", "") != builtin:
+                raise
             raise PluginError(why) from error
         if absent := [name for name in ("SOURCE", "Settings", "needs", "build") if not hasattr(module, name)]:
             place = getattr(module, "__file__", None) or module.__name__
