@@ -83,6 +83,25 @@ def test_a_cache_that_was_left_half_full_gives_the_same_bits(tmp_path: Path) -> 
         assert tensors.equal(rest[name])
 
 
+def test_another_run_may_store_the_same_rows_meanwhile(tmp_path: Path) -> None:
+    """Runs of a sweep share the folder: another one stores a visit's rows after this one missed them."""
+    whole = trained(PairTrainer(backbone(), PAIRS), "a")
+    late = PairTrainer(backbone(), PAIRS, cache=tmp_path)
+    cache = late.references.training
+    missing, asked = cache.missing, []
+
+    def missing_then_stored(rows: np.ndarray) -> bool:
+        asked.append(missing(rows))
+        if len(asked) == 1:
+            trained(PairTrainer(backbone(), PAIRS, cache=tmp_path), "a")
+        return asked[-1]
+
+    cache.missing = missing_then_stored  # type: ignore[method-assign]
+    assert trained(late, "a")["a"].equal(whole["a"])
+    assert asked[0]
+    assert not any(asked[1:])
+
+
 def test_training_leaves_what_scoring_reads_alone() -> None:
     """At the start, policy and reference are equal to the bit, also if training came before scoring."""
     pair_trainer = PairTrainer(backbone(), PAIRS)

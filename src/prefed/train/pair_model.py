@@ -252,10 +252,10 @@ class ReferenceLogprobs:
         blocks = (
             split_rows(np.unique(rows), 1) if self.one_by_one else self._model.groups(np.sort(client_rows))
         )
-        self._compute(
-            self.training,
-            [block for block in blocks if np.isin(block, rows).any() and self.training.missing(block)],
-        )
+        wanted = [block for block in blocks if np.isin(block, rows).any() and self.training.missing(block)]
+        # There are none if another run that shares the folder has stored them meanwhile.
+        if wanted:
+            self._compute(self.training, wanted)
 
     def mismatched(self, rows: Rows) -> npt.NDArray[np.float32]:
         """Return ``[n, 2]`` log π_ref of mismatched ``rows`` ``[n, 2]``, which are not cached."""
