@@ -45,14 +45,13 @@ class MethodKind:
         try:
             module = import_module(self.module or builtin)
         except (Exception, SystemExit) as error:
-            why = f"method {self.name!r} is not one of prefed: write MethodKind(…, module=__name__)"
             if self.module:
-                why = (
-                    f"method {self.name!r}: {self.module} cannot be imported: {type(error).__name__}: {error}"
-                )
-            elif getattr(error, "name", "") != builtin:
+                why = f": {self.module} cannot be imported: {type(error).__name__}: {error}"
+            elif isinstance(error, ModuleNotFoundError) and error.name == builtin:
+                why = " is not one of prefed: write MethodKind(…, module=__name__)"
+            else:
                 raise
-            raise PluginError(why) from error
+            raise PluginError(f"method {self.name!r}{why}") from error
         if absent := [name for name in ("SOURCE", "Settings", "needs", "build") if not hasattr(module, name)]:
             place = getattr(module, "__file__", None) or module.__name__
             raise PluginError(f"method {self.name!r}: {place} does not define {', '.join(absent)}")
