@@ -82,10 +82,13 @@ def settings(record: type[BaseModel], beyond: type[BaseModel] | None = None) -> 
 
 
 def methods() -> str:
-    """One row per method, with a link to its page."""
+    """One row per method, with a link to the page of a method of prefed."""
     from prefed.methods import METHODS
 
-    rows = [(f"[`{kind.name}`]({kind.name}.md)", kind.title, kind.source) for kind in METHODS.values()]
+    rows = [
+        (f"[`{name}`]({name}.md)" if name in METHODS.builtin else f"`{name}`", kind.title, kind.source)
+        for name, kind in METHODS.items()
+    ]
     return _table(("name", "what it is", "source"), rows)
 
 

@@ -284,6 +284,18 @@ def test_tables_say_what_the_records_say() -> None:
     assert reference.fill("<!-- something else -->") == "<!-- something else -->"
 
 
+def test_an_installed_method_is_in_the_reference_without_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """prefed has no page of such a method, and a strict build of the site refuses a link to nowhere."""
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["new", "method", "mymethod"]).exit_code == 0
+    with installed(tmp_path / "mymethod", tmp_path / "site"):
+        first, *_, last = hook("reference").methods().splitlines()[2:]
+    assert first.startswith("| [`feddpo`](feddpo.md) | ")
+    assert last.startswith("| `mymethod` | ")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_mark_becomes_a_table(page: Path) -> None:
     """MkDocs fills the marks; a page keeps no copy of what they become."""
