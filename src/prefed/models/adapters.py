@@ -179,7 +179,7 @@ def save_client(backbone: Backbone, tensors: Tensors, folder: Path) -> None:
     backbone.load(tensors)
     about = {
         "format": FORMAT,
-        "model": backbone.config.model_dump(mode="json"),
+        "model": backbone.config.model_dump(mode="json", exclude={"kernels"}),
         "needs": sorted(backbone.needs),
         "parts": sorted({entry.part for entry in tensors.layout.entries}),
     }

@@ -19,9 +19,11 @@ from prefed.core.tensors import Layered
 from prefed.models.config import ModelConfig
 from prefed.models.families import Family, find_family, trunk_of, with_lora
 from prefed.models.fused_lora import convert_together, fuse
+from prefed.models.kernels import use_liger
 from prefed.models.pretrained import (
     ModelError,
     check_dtype,
+    check_kernels,
     check_language_model,
     find_device,
     head_width,
@@ -32,6 +34,7 @@ from prefed.models.pretrained import (
     rope_settings,
     text_config,
     with_dtype,
+    with_kernels,
 )
 from prefed.models.tastes import DECODER, TASTE_MAP, TasteMap
 from prefed.models.trainable_parts import (
@@ -209,7 +212,7 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
     Raises:
         ModelError: the model cannot be loaded, has no module to adapt, or does not support a part.
     """
-    config = with_dtype(config)
+    config = with_kernels(with_dtype(config))
     tokenizer = load_tokenizer(config)
     return make_backbone(load_causal(config), tokenizer, config, key, needs)
 
@@ -232,12 +235,13 @@ def make_backbone(
         needs: see :func:`load_backbone`.
 
     Raises:
-        ModelError: the model has no module to adapt, or does not support a part, its dtype or
+        ModelError: the model has no module to adapt, or does not support a part, its dtype, its kernels or
             ``checkpointing``.
     """
     device = find_device(config.device)
     wrapped = adapted(model, config, needs)
     check_dtype(config, device)
+    check_kernels(config, device)
     if device.type == "cuda":
         # No TF32: an implicit reward is a small difference of large sums, and bfloat16 is there for speed.
         torch.set_float32_matmul_precision("highest")
@@ -291,6 +295,8 @@ def with_parts(
     if config.fast:
         fuse(wrapped)
     causal = wrapped if WEIGHTS in needs else wrapped.get_base_model()
+    if config.kernels == "liger":
+        use_liger(causal, config.name)
     if config.checkpointing:
         recompute_blocks(causal)
     family = find_family(causal)

@@ -128,6 +128,11 @@ class ModelConfig(StrictModel):
         None,
         description="4-bit format for the linear layers of the frozen model (bitsandbytes); default: dtype",
     )
+    kernels: Literal["liger", "torch"] | None = Field(
+        None,
+        description="kernels for norms, gates and rotary embedding: liger, those of liger-kernel; or torch, "
+        "PyTorch's; default: liger on a CUDA device if it is installed and supports the model, else torch",
+    )
     device: Device = Field("auto", description="device of the model")
     gpus: int = Field(
         1,

@@ -61,6 +61,50 @@ def with_dtype(config: ModelConfig, device: str | None = None) -> ModelConfig:
     return config.model_copy(update={"dtype": dtype})
 
 
+LIGER_CLASSES = {
+    **{"gemma": "Gemma", "granite": "Granite", "llama": "Llama", "mistral": "Mistral"},
+    **{"qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"},
+}
+"""Model types with kernels of liger-kernel → start of the names of their modules' classes."""
+
+
+def with_kernels(config: ModelConfig) -> ModelConfig:
+    """Fill in the kernels of a model on a CUDA device whose settings name none.
+
+    They are Liger's if they are installed and support the model.
+
+    Raises:
+        ModelError: the checkpoint has no readable configuration.
+    """
+    if config.kernels is not None or (device := find_device(config.device)).type != "cuda":
+        return config
+    supported = not _without_liger(config, device)
+    supported = supported and text_config(checkpoint_config(config)).model_type in LIGER_CLASSES
+    return config.model_copy(update={"kernels": "liger" if supported else "torch"})
+
+
+def check_kernels(config: ModelConfig, device: torch.device) -> None:
+    """Check that the kernels that the settings name can run.
+
+    Raises:
+        ModelError: the device or other settings rule them out, or liger-kernel is missing.
+    """
+    if config.kernels == "liger" and (reason := _without_liger(config, device)):
+        raise ModelError(f"[model] kernels = 'liger' {reason}")
+
+
+def _without_liger(config: ModelConfig, device: torch.device) -> str:
+    """Return what rules out Liger's kernels, or ``""``."""
+    if device.type != "cuda":
+        return f"requires a CUDA device, but the model is on {device.type}: remove it"
+    if config.gpus > 1 or not config.fast:
+        key = f"gpus = {config.gpus}" if config.gpus > 1 else "fast = false"
+        return f"is not possible with {key}: remove one of them"
+    if find_spec("liger_kernel") is None:
+        return "requires liger-kernel: pip install 'prefed[kernels]'"
+    return ""
+
+
 def checkpoint_config(config: ModelConfig) -> Any:
     """Return the configuration in the checkpoint's config.json.
 
@@ -73,14 +117,15 @@ def checkpoint_config(config: ModelConfig) -> Any:
 
 
 def precision_notes(config: ModelConfig) -> list[str]:
-    """Return a line that names dtype and device of a model, and one if another dtype is faster there.
+    """Return a line with a model's dtype, device and kernels, and one if another dtype is faster there.
 
     There is none for float32 on a CPU.
     """
     dtype, device = with_dtype(config).dtype, find_device(config.device)
     if (dtype, device.type) == ("float32", "cpu"):
         return []
-    notes = [f"the model is in {dtype} on {device.type}"]
+    kernels = ", with Liger's kernels" if config.kernels == "liger" else ""
+    notes = [f"the model is in {dtype} on {device.type}{kernels}"]
     if dtype == "bfloat16" and device.type == "cpu" and not _has_bfloat16():
         notes.append(
             "[model] dtype = 'bfloat16': this CPU has neither AVX-512 BF16 nor AMX; bfloat16 saves memory, "

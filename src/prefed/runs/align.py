@@ -28,7 +28,7 @@ from prefed.core.text import did_you_mean, listed, pluralize
 from prefed.data import DataConfig
 from prefed.engines import Job
 from prefed.models import ModelConfig
-from prefed.models.pretrained import with_dtype
+from prefed.models.pretrained import with_dtype, with_kernels
 from prefed.runs.finished_run import RunRecord, read_run
 from prefed.runs.labels import JudgeLabels, check_selectors, make_judge, selectors_of, untrained
 from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
@@ -265,7 +265,7 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
 
 def _policy_model(experiment: Experiment, config: AlignConfig) -> ModelConfig:
     """Return the model to align; one that takes tastes has the taste width of the selectors."""
-    model = with_dtype(config.model or experiment.model)
+    model = with_kernels(with_dtype(config.model or experiment.model))
     if config.tastes is None:
         return model
     return model.model_copy(update={"variational": experiment.model.variational})

@@ -75,7 +75,9 @@ def of_parent(experiment: Experiment) -> Experiment:
         return experiment
     if model.quantize is not None or model.dtype == "float16":
         return experiment
-    return experiment.model_copy(update={"model": model.model_copy(update={"device": "cpu", "gpus": 1})})
+    return experiment.model_copy(
+        update={"model": model.model_copy(update={"device": "cpu", "gpus": 1, "kernels": None})}
+    )
 
 
 def build_job(experiment: Experiment, folder: Path) -> Job:

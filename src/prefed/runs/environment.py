@@ -25,7 +25,14 @@ from prefed.data.errors import require as require_for_data
 from prefed.data.sources.huggingface import looks_like_hub_name
 from prefed.engines import check_backend, check_devices
 from prefed.methods.base.settings import BaselineSettings
-from prefed.models.pretrained import NEEDED, absent_files, check_dtype, check_quantized, find_device
+from prefed.models.pretrained import (
+    NEEDED,
+    absent_files,
+    check_dtype,
+    check_kernels,
+    check_quantized,
+    find_device,
+)
 from prefed.privacy.accountant import require
 from prefed.runs.align import check_alignment, what_is_sent
 from prefed.runs.dry_run import existing_parent
@@ -97,6 +104,7 @@ def needs(experiment: Experiment, out: Path, *, own_data: bool = True) -> Iterat
     def device() -> str:
         found = find_device(model.device)
         check_dtype(model, found)
+        check_kernels(model, found)
         if model.quantize is not None:
             check_quantized(model.quantize)
         return f"trains on {found.type}"

@@ -247,7 +247,7 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
 
 
 def recorded_experiment(record: RunRecord) -> Experiment:
-    """Return the experiment of a run.
+    """Return the experiment of a run, without its kernels, which this machine may not have.
 
     Raises:
         RunError: its settings are damaged, or it needs code that is not here, changed or was not allowed.
@@ -269,7 +269,7 @@ def recorded_experiment(record: RunRecord) -> Experiment:
         raise RunError(f"{error}\nrestore config.toml from a backup") from error
     if changed := changed_code(experiment, digests):
         raise RunError(f"{path}: {changed} changed since the run; restore the original")
-    return experiment
+    return experiment.model_copy(update={"model": experiment.model.model_copy(update={"kernels": None})})
 
 
 def _check_fingerprint(record: RunRecord, trainers: PairTrainerFactory) -> None:

@@ -326,7 +326,8 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
         DataError, ModelError: the data or the model cannot be used.
     """
     usable = int(USABLE * parse_device(device))
-    settings, model = experiment.method.settings, with_dtype(experiment.model, "cuda")
+    model = with_dtype(experiment.model, "cuda").model_copy(update={"kernels": None})
+    settings = experiment.method.settings
     stack, most_tokens = experiment.engine.stack, experiment.engine.max_tokens
     size, other = stack * settings.step_pairs(), _reward_model_bytes(settings)
     savings: list[dict[str, Any]] = [{}, {"checkpointing": True}]

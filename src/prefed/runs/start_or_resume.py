@@ -27,7 +27,7 @@ from prefed.core.text import pluralize
 from prefed.core.wire import encode
 from prefed.data import DataMismatchError
 from prefed.engines import Job
-from prefed.models.pretrained import with_dtype
+from prefed.models.pretrained import with_dtype, with_kernels
 from prefed.runs.build import code_digests
 from prefed.runs.reference import NOT_CACHED
 from prefed.runs.summary import command
@@ -133,7 +133,7 @@ def settings_digest(config: Mapping[str, Any]) -> str:
 
 
 def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experiment:
-    """Fill in the defaults that depend on ``rounds``, or on this machine (the dtype).
+    """Fill in the defaults that depend on ``rounds``, or on this machine (dtype and kernels).
 
     Values of ``stored`` take precedence, so that a run with raised ``rounds``, or on another machine, keeps
     its original values.
@@ -145,8 +145,12 @@ def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experime
         begun = {name: getattr(stored.method.settings, name) for name in names if getattr(settings, name)}
         settings = settings.model_copy(update=begun)
     method = experiment.method.model_copy(update={"settings": settings})
-    begun_in = experiment.model.dtype or (stored and stored.model.dtype)
-    model = with_dtype(experiment.model.model_copy(update={"dtype": begun_in}))
+    own = experiment.model
+    begun_in = stored.model if stored else own
+    kept = {"dtype": own.dtype or begun_in.dtype, "kernels": own.kernels or begun_in.kernels}
+    model = with_dtype(own.model_copy(update=kept))
+    # A run that started on a CPU records no kernels.
+    model = model if stored else with_kernels(model)
     return experiment.model_copy(update={"method": method, "model": model})
 
 

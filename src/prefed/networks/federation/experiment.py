@@ -94,7 +94,8 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
     model = {**_table(tables, "model"), "name": config.model.name}
     if config.model.device is not None:
         model["device"] = config.model.device
-    model.pop("revision", None)
+    for name in ("revision", "kernels"):
+        model.pop(name, None)
     if config.model.revision is not None:
         model["revision"] = config.model.revision
     method = _table(tables, "method")
