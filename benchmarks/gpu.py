@@ -8,7 +8,7 @@ that says why. The table names device, driver, versions and commit, and is writt
 
 A step is DPO in bfloat16 (float32 on a CPU) on random weights and four random pairs (prompts and responses of
 64 to 512 tokens), LoRA 8/16 on the same modules, dropout 0. TRL's sides have the reference precomputed and
-the head on completions only; ``liger`` needs ``pip install liger-kernel``, four bits need bitsandbytes.
+the head on completions only; ``liger`` needs liger-kernel, four bits need bitsandbytes.
 Memory is the peak of PyTorch's allocations, model included (of resident memory on a CPU).
 """
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SIDES = ("prefed", "prefed, checkpointing", "trl", "trl, liger")
+SIDES = ("prefed", "prefed, liger", "prefed, checkpointing", "trl", "trl, liger")
 RUNS = ("feddpo", "fedper", "4-bit", "two workers on one device", "one model on two GPUs")
 BATCH, LEARNING_RATE = 4, 1e-3
 NEVER = -1
@@ -69,7 +69,7 @@ def peak_mib(device: str) -> float:
 
 def tests(device: str, folder: Path) -> Iterator[Row]:
     """The tests that are skipped without a GPU."""
-    files = ("test_checkpointing.py", "test_small_numbers.py")
+    files = ("test_checkpointing.py", "test_kernels.py", "test_small_numbers.py")
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-k", "gpu or cuda"]
     command += [str(HERE.parent / "tests/golden" / file) for file in files]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
@@ -110,7 +110,9 @@ def step(device: str, folder: Path, shape: str, side: str) -> Iterator[Row]:
     yield "parameters", f"{sum(weight.numel() for weight in model.parameters()) / 1e6:,.0f} million"
     own: Any
     if side.startswith("prefed"):
-        own = Prefed(model, pairs, batch=BATCH, bf16=gpu, checkpointing="checkpointing" in side)
+        kernels = "liger" if "liger" in side else "torch"
+        checkpointing = "checkpointing" in side
+        own = Prefed(model, pairs, batch=BATCH, bf16=gpu, checkpointing=checkpointing, kernels=kernels)
     else:
         targets = list(FAMILIES[model.config.model_type].targets)
         # Any numbers: they change neither time nor memory.

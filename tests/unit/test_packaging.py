@@ -92,7 +92,8 @@ def test_every_extra_that_is_named_exists() -> None:
 
 
 def test_all_holds_every_extra_for_users() -> None:
-    for_users = set(EXTRAS) - {"all", "test", "docs", "dev", "release"}
+    """But kernels: they need Triton, which is large and comes with PyTorch where there is a CUDA device."""
+    for_users = set(EXTRAS) - {"all", "kernels", "test", "docs", "dev", "release"}
     assert packages("all") == set().union(*(packages(extra) for extra in for_users))
 
 
@@ -122,7 +123,7 @@ def test_files_import_what_is_required_or_of_an_extra() -> None:
     brought = {"accelerate", "huggingface-hub", "markupsafe", "packaging", "pydantic-core", "tokenizers"}
     standard = {name.replace("_", "-") for name in sys.stdlib_module_names}
     free = {*required, *brought, *standard, "prefed", "typing-extensions"}
-    optional = packages("all")
+    optional = packages("all") | packages("kernels")
     source = ROOT / "src" / "prefed"
     unknown, first = set(), set()
     for path in source.rglob("*.py"):
