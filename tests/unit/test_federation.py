@@ -201,6 +201,8 @@ def test_sites_read_nothing_that_the_hub_names(tmp_path):
     assert own.data.train.path == str(tmp_path / "w0.jsonl")
     assert own.engine.threads == 2
     assert (own.method, own.data.test_fraction, own.seed) == (hub.method, 0.2, 3)
+    fused = hub.model_copy(update={"model": hub.model.model_copy(update={"kernels": "liger"})})
+    assert own_experiment(to_toml(fused), config) == own, "a site chooses its kernels"
     told = experiment_for_sites(hub)
     assert str(tmp_path) not in told
     assert own_experiment(told, config) == own
