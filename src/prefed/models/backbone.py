@@ -19,7 +19,6 @@ from prefed.core.tensors import Layered
 from prefed.models.config import ModelConfig
 from prefed.models.families import Family, find_family, trunk_of, with_lora
 from prefed.models.fused_lora import convert_together, fuse
-from prefed.models.kernels import use_liger
 from prefed.models.pretrained import (
     ModelError,
     check_dtype,
@@ -296,6 +295,8 @@ def with_parts(
         fuse(wrapped)
     causal = wrapped if WEIGHTS in needs else wrapped.get_base_model()
     if config.kernels == "liger":
+        from prefed.models.kernels import use_liger
+
         use_liger(causal, config.name)
     if config.checkpointing:
         recompute_blocks(causal)
