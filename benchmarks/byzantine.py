@@ -26,7 +26,7 @@ in which it prefers the harmful response is the success of the attack.
 
 A cell is one run. It counts the eight honest clients' mean reward accuracy on their test pairs: a model that
 prefers at random has ½, and less means that training went the wrong way. The table has the mean over the
-seeds ± its sample standard deviation. Finished cells are kept in ``--out`` and reused.
+seeds ± half of its 95% interval (Student's t). Finished cells are kept in ``--out`` and reused.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.runs.evaluate import evaluate_file
 from prefed.runs.loaded_run import load_run
 from prefed.store import RunWriter
+from prefed.train.metrics import seed_interval
 from prefed.train.pair_trainer import PairTrainerFactory
 
 BASE = HERE.parent / "experiments" / "personas" / "base.toml"
@@ -274,8 +275,10 @@ def table(cells: Sequence[Cell], rules: Sequence[str], attacks: Sequence[str], f
         for attack in attacks:
             done = [c.file for c in cells if (c.rule, c.attack) == (rule, attack) and c.file.exists()]
             means = [json.loads(file.read_text("utf-8"))[figure] for file in done]
-            deviation = statistics.stdev(means) if len(means) > 1 else 0.0
-            row.append(f"{statistics.mean(means):.3f} ± {deviation:.3f}" if means else "")
+            cell = f"{statistics.mean(means):.3f}" if means else ""
+            if interval := seed_interval(means):
+                cell += f" ± {(interval[1] - interval[0]) / 2:.2f}"
+            row.append(cell)
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
