@@ -41,6 +41,8 @@ from prefed.store.directory import lock
 
 _log = logging.getLogger("prefed")
 
+LAUNCH = 180.0
+"""Seconds in which FLARE's server must start. A busy machine takes over a minute."""
 SETUP = 60.0
 """Seconds in which FLARE must open a session."""
 FRESH = 4 * HEARTBEAT
@@ -283,7 +285,7 @@ class FlareTransport:
         self._server = FlareProcess(
             SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment
         )
-        end, last = time.monotonic() + SETUP, Exception("its process ended")
+        end, last = time.monotonic() + LAUNCH, Exception("its process ended")
         while time.monotonic() < end and self._server.alive:
             try:
                 self._admin_session()
