@@ -324,6 +324,8 @@ def main() -> None:
     known, data = (POISONED, "hh_harmless") if args.safety else (tuple(FORGERIES), "personas")
     if unknown := set(args.attack or ()) - set(known):
         raise SystemExit(f"--attack {unknown.pop()}: choose from {', '.join(known)}")
+    if args.judge and not args.safety:
+        raise SystemExit("--judge needs --safety: only its cells keep a run whose answers can be judged")
     args.train = args.train or SHARED / "data" / f"{data}.train.jsonl.gz"
     args.test = args.test or SHARED / "data" / f"{data}.test.jsonl.gz"
     for file in (args.train, args.test):
