@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from importlib import import_module
 
 import pytest
@@ -664,9 +665,12 @@ def test_a_site_refuses_code_that_differs_from_the_hubs(package, ward, tmp_path)
         plugins._package.cache_clear()
         return plugins._package("lgpack").digest
 
+    once = threading.Lock()  # both sites are asked at the same time
+
     def another(site, request):
-        if not seen:
-            seen.append(install(METHOD + "# another"))
+        with once:
+            if not seen:
+                seen.append(install(METHOD + "# another"))
 
     hubs = install(METHOD)
     with pytest.raises(FederationError) as caught:
