@@ -489,3 +489,25 @@ def test_harmless_comparisons_are_split_at_the_last_shared_turn(tmp_path):
     assert {row["prompt"] for row in train + test} == {start.format(k) for k in range(6)}
     script("hh_harmless/prepare.py", source, "--out", tmp_path, "--share", 0.5, "--test", 1)
     assert len(rows(tmp_path / "hh_harmless.train.jsonl.gz")) <= 4
+
+
+def test_policies_with_faults_and_an_interval_over_seeds(tmp_path):
+    """Win rates 0.6, 0.7 and 0.8: 0.7 ± 4.303 · 0.1 / √3 = 0.7 ± 0.248. One answer has each fault."""
+    said = [
+        "Ah, ah, ah, ah.",
+        "Well done 👏🏼👏🏼👏🏼👏🏼👏🏼👏🏼",
+        "Glad to help. What is it?",
+        "Practise daily.",
+    ]
+    for seed, rate in ((1, 0.6), (2, 0.7), (3, 0.8)):
+        judged = tmp_path / f"oracle-{seed}/judge/reward"
+        judged.mkdir(parents=True)
+        (tmp_path / f"oracle-{seed}/align").mkdir()
+        epochs = [{"agreement": 0.5}, {"agreement": 0.625}]
+        (judged.parents[1] / "align/summary.json").write_text(json.dumps({"train": {"epochs": epochs}}))
+        shares = {"win_rate": {"mean": rate, "low": rate - 0.1, "high": rate + 0.1}}
+        (judged / "summary.json").write_text(json.dumps(shares))
+        jsonl(judged / "verdicts.jsonl", [{"text": text, "against": "Practise daily."} for text in said])
+    printed = script("smollm2/policies.py", *(tmp_path / f"oracle-{seed}" for seed in (1, 2, 3)))
+    assert "| oracle | 2 | 0.500, 0.625 | 70.0% [60.0, 80.0] | 4 | 1 (0) | 1 (0) | 1 (0) |" in printed
+    assert "oracle: 70.0%, 95% interval over 3 seeds 45.2% to 94.8%" in printed
