@@ -50,8 +50,8 @@ Aligned = Annotated[
     bool,
     typer.Option(
         "--aligned",
-        help="The model aligned with the selectors; if it takes a taste, at that of --client or, "
-        "by default, of all clients.",
+        help="The model aligned with the selectors. If it takes a taste: that of --client (default: the "
+        "mean over clients).",
     ),
 ]
 TasteName = Annotated[

@@ -66,7 +66,9 @@ CHAT = {
     "training": "lr = 3e-3\nlocal_steps = 5\nbatch_size = 4",
     "every": 1,
 }
-OBJECTIVE = 'objective = "orpo"                      # it imitates the chosen responses too, which shows soon'
+OBJECTIVE = (
+    'objective = "orpo"                      # also imitates the chosen responses, so styles appear early'
+)
 
 
 @dataclass(frozen=True)

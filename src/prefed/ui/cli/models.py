@@ -240,8 +240,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="TASTE",
-            help="For a model that takes a taste: population, a client's id, prototype:K, infer:FILE, "
-            "inferred from a file of pairs, or with --client ID infer:8, from 8 of that client's pairs.",
+            help="For a model that takes a taste: population, a client's id, prototype:K, infer:FILE "
+            "(from a file of pairs) or, with --client ID, infer:8 (from 8 of that client's pairs).",
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of responses to each prompt.")] = 1,

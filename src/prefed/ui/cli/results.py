@@ -38,8 +38,8 @@ def evaluate(
         typer.Option(
             metavar="TASTE",
             help="For selectors with a latent taste, the taste to evaluate with: own, population, a "
-            "client's id, prototype:K, infer:8, inferred from 8 of a client's training pairs, or "
-            "infer:FILE, from a new user's pairs.",
+            "client's id, prototype:K, infer:8 (from 8 of a client's training pairs) or infer:FILE "
+            "(from a new user's pairs).",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -235,8 +235,8 @@ def judge(
         list[str] | None,
         typer.Option(
             metavar="MODEL",
-            help="The run's model on a server that generates its responses; given again, the other model "
-            "there.",
+            help="Name of the run's model on a server that generates its responses; repeat for the other "
+            "model.",
         ),
     ] = None,
     responses_url: Annotated[

@@ -206,7 +206,7 @@ def sweep(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Number of parallel runs, with one thread each.")] = 2,
 ) -> None:
-    """Run the cells of a table, or an experiment over a grid and seeds; existing runs continue."""
+    """Run the cells of a table, or an experiment over a grid and seeds; existing runs are resumed."""
     if grid or seeds is not None:
         if len(tables) > 1 or only or method:
             raise UsageError("--grid and --seeds are for one experiment file, without --only and --method")

@@ -48,7 +48,8 @@ def _page(tasks: Mapping[str, Any]) -> str:
     ]
     parts = [
         "# Leaderboard\n",
-        "Mean over seeds, with the 95% interval of the mean over seeds (Student's t).\n",
+        "The first metric of each task's table below: the mean over seeds, with its 95% interval (Student's "
+        "t).\n",
         markdown(Table("", ["method", *tasks], overview)),
     ]
     for name, task in tasks.items():
