@@ -49,6 +49,14 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
     again = json.loads((run.with_name("run-fedsdg-2") / "summary.json").read_text())
     assert (again["method"], again["rounds"]) == ("feddpo", 1)
 
+    own = tmp_path / "prefed-demo" / "train.jsonl"
+    own.write_text('{"prompt": "p", "chosen": "c", "rejected": "r", "client": "x"}\n')
+    mine = own.read_text()
+    third = CliRunner().invoke(app, ["demo"])
+    assert third.exit_code == 2
+    assert "contains other pairs than this demo's: choose another --out" in third.output
+    assert own.read_text() == mine
+
 
 @pytest.mark.parametrize("chat", [CHATML, None])
 def test_a_given_model_answers_the_same_prompts_before_and_after(
@@ -84,8 +92,12 @@ def test_a_given_model_answers_the_same_prompts_before_and_after(
     page = (tmp_path / "prefed-demo-small" / "run-fedsdg" / "report.html").read_text("utf-8")
     assert all(prompt in page for prompt in PROMPTS)
     assert "ben&#39;s own model" in page
+    pairs = Path("prefed-demo-small", "train.jsonl")
+    pairs.write_text(pairs.read_text() * 2)
+    twice = pairs.read_text()
     other = CliRunner().invoke(app, ["demo", "--model", "other", "--out", "prefed-demo-small"])
     assert other.exit_code == 2
+    assert pairs.read_text() == twice
     file = Path("prefed-demo-small", "fedsdg.toml")
     assert f"{file} trains another model, {folder}: choose another --out" in other.output
 

@@ -58,6 +58,14 @@ def test_nothing_is_missing(place):
     assert not (place / "runs").exists()
 
 
+def test_a_system_without_affinities(place, monkeypatch):
+    """macOS has none."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    _, found = seen("exp.toml")
+    assert any("6 cores" in text for _, text in found.values())
+
+
 def test_everything_that_is_missing_is_named_at_once(place, monkeypatch):
     """The same messages as of the run, which would stop at the first one; the last line counts them."""
     monkeypatch.setattr("prefed.engines.backends.find_spec", lambda name: None)

@@ -9,6 +9,8 @@ from tests.engines.test_experiment import place as place
 from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.core import Callback
+from prefed.data.examples import ExampleEncoder
+from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.export import write_model
 from prefed.runs.finished_run import RunError
@@ -49,6 +51,19 @@ def test_a_client_judges_with_its_examples_and_the_published_model_without(place
     assert some["shared_accuracy"] == some["baseline_accuracy"]
     assert some["parameters"]["communicated"] == 0
     assert set(some["unseen_accuracy"]) == {"0", "pairs/1", "pairs/2"}
+
+
+def test_a_dry_run_judges_with_examples_as_the_run_does(place, tmp_path, monkeypatch):
+    """Only the prompts of a client's own model get examples, so those of the base model alone are shorter."""
+    encode, counts = ExampleEncoder.encode, []
+
+    def counted(self, record, examples):
+        counts.append(len(examples))
+        return encode(self, record, examples)
+
+    monkeypatch.setattr(ExampleEncoder, "encode", counted)
+    dry_run(shown(place, 2), tmp_path / "run")
+    assert set(counts) == {2}
 
 
 def test_workers_and_evaluation_from_disk_give_the_same_metrics(place, finished):

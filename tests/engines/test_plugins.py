@@ -242,6 +242,19 @@ def test_what_is_wrong_is_named(name, problem, file, tmp_path):
         Experiment.load(file, [f"method.name={name}"])
 
 
+def test_a_package_may_import_its_neighbours(tmp_path, monkeypatch):
+    """What a package misses is named, without the advice for a file, whatever is in the working directory."""
+    text = {"method.py": "import lghelper\n" + METHOD}
+    monkeypatch.syspath_prepend(outside.install(tmp_path / "site-packages", "lgneedy", text, {}))
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    (place / "lghelper.py").touch()
+    monkeypatch.chdir(place)
+    error = prefed_("init", "lgneedy.method:METHOD", code=2)
+    assert "No module named 'lghelper'" in error
+    assert "neighbours" not in error
+
+
 def test_a_resumed_run_is_the_uninterrupted_one(file, tmp_path):
     run(Experiment.load(file, ["rounds=4"]), tmp_path / "whole")
     run(Experiment.load(file), tmp_path / "parts")

@@ -314,7 +314,7 @@ def test_a_sealed_object_comes_back_and_no_other_does() -> None:
 
 def test_a_file_is_given_room_and_keeps_what_it_holds(tmp_path: Path) -> None:
     path = tmp_path / "rows"
-    files.allocate(path, 12, mode=0o600)
+    files.allocate(path, 12)
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (bytes(12), 0o600)
     path.write_bytes(b"abcdef")
     files.allocate(path, 8)

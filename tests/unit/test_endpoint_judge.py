@@ -211,6 +211,22 @@ def test_newer_parameters_are_taken_where_the_older_ones_are_refused():
     assert server.requests[-1][0]["max_completion_tokens"] == 1024
 
 
+def test_questions_asked_at_the_same_time_are_all_asked_again():
+    """Four questions wait for each other, so all four are refused for a name that none could know of yet."""
+    together = threading.Barrier(4)
+
+    def reply(text, number):
+        if number > 4:
+            return answer("A")
+        together.wait(10)
+        return failure(400, "unsupported: max_tokens", param="max_tokens", code="unsupported_parameter")
+
+    with serving(reply) as server:
+        verdicts = ask(server, [PAIR] * 6, parallel=4)
+    assert [verdict.preference for verdict in verdicts] == [1.0] * 6
+    assert len(server.requests) == 4 + 6
+
+
 def test_openais_own_endpoint_needs_a_key(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(JudgeError, match=r"no key for https://api.openai.com/v1; set .* OPENAI_API_KEY"):

@@ -259,7 +259,23 @@ def test_what_cannot_be_a_method_is_refused(tmp_path, monkeypatch):
     message = error("--method", "fedsft", "--set", "method.beta=1")
     assert "--set method.beta=1: method.beta: no such key" in message
     assert "without --only and --method" in error("--method", "local", "--seeds", "2", code=2)
+    Path("other").mkdir()
+    shutil.copy("plain.toml", "other")
+    assert "two tables have the same file name" in error("other/plain.toml", "--method", "local", code=2)
+    assert "two methods have the same name" in error("--method", "local", "--method", "local", code=2)
     assert not Path("out").exists()
+
+
+def test_a_selected_cell_that_is_refused_is_a_result(tmp_path, monkeypatch):
+    """Central noise is not for local: the reason is shown and written, and no other method's result."""
+    monkeypatch.chdir(small_place(tmp_path))
+    noise = '\n[base.privacy]\nkind = "central"\nclip = 1.0\ndelta = 1e-3\nnoise_multiplier = 1.0\n'
+    Path("noise.toml").write_text(TASK + noise + '[base.merge]\nweights = "uniform"\n')
+    words = ("--out", "out", "--method", "local", "--method", "ditto", "--only", "local")
+    error = prefed_("sweep", "noise.toml", *words, code=1)
+    assert "every cell is refused:\nnoise local: [privacy] kind = 'central': local does not support" in error
+    board = json.loads(Path("out/leaderboard.json").read_text())
+    assert list(board["noise"]["methods"]) == ["local"]
 
 
 def test_the_published_leaderboard_is_what_a_sweep_writes(tmp_path):

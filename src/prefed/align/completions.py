@@ -31,18 +31,13 @@ from prefed.train.generation import Sampling, complete_batch, length_batches, pr
 FILE = "completions.jsonl"
 
 
-def endpoint_of(
-    config: EndpointConfig,
-    setting: str = "[align.endpoint]",
-    prefix: str = "[align.endpoint] ",
-    url_setting: str = "",
-) -> Endpoint:
+def endpoint_of(config: EndpointConfig) -> Endpoint:
     """Return the client of a server that generates completions.
 
     Raises:
         JudgeError: as :class:`~prefed.align.judge.endpoint.Endpoint`.
     """
-    return Endpoint(config.model, config, setting=setting, prefix=prefix, url_setting=url_setting)
+    return Endpoint(config.model, config, setting="[align.endpoint]", prefix="[align.endpoint] ")
 
 
 def _from_endpoint(

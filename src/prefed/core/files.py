@@ -122,13 +122,14 @@ def append(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         sync(path.parent)
 
 
-def allocate(path: Path, size: int, *, mode: int = 0o666) -> None:
+def allocate(path: Path, size: int) -> None:
     """Resize ``path`` to ``size`` bytes and reserve disk space. Existing bytes are kept; new bytes are 0.
 
-    Several processes may call this at once, even while one of them writes. Raises as :func:`write`.
+    Only its owner can read a new file. Several processes may call this at once, even while one of them
+    writes. Raises as :func:`write`.
     """
     try:
-        with _opened(path, os.O_RDWR | os.O_CREAT, mode) as handle:
+        with _opened(path, os.O_RDWR | os.O_CREAT, 0o600) as handle:
             if os.fstat(handle).st_size > size:
                 os.ftruncate(handle, size)
             # On a full disk, a write through a memory map would kill the process.

@@ -232,7 +232,8 @@ def _load(name: str, code: Code, default: str) -> Any:
             module = import_module(match["module"]) if match["module"] else _module(code)
     except (Exception, SystemExit) as error:
         why = f"{name} cannot be imported: {type(error).__name__}: {error}"
-        if isinstance(error, ModuleNotFoundError) and Path(code.place).with_name(f"{error.name}.py").exists():
+        unknown = f"{error.name}.py" if code.source and isinstance(error, ModuleNotFoundError) else None
+        if unknown and Path(code.place).with_name(unknown).exists():
             # A neighbour's code is neither in the digest nor sent to other machines.
             why += (
                 "; a file cannot import its neighbours, but a module of a package can: prefed new method NAME"

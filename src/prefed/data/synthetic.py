@@ -207,19 +207,26 @@ def oracle_accuracy(records: Iterable[Record]) -> float:
     return sum(correct) / len(correct)
 
 
-def write(folder: Path, records: Sequence[Record]) -> None:
+def write(folder: Path, records: Sequence[Record], replace: bool = True) -> None:
     """Write one file per split: ``train.jsonl``, ``validation.jsonl``, ``test.jsonl``.
 
     ``extra`` is written as separate columns.
+
+    Raises:
+        FileExistsError: without ``replace``, one of them exists with other content; nothing is written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    parts: dict[Split, list[str]] = {}
+    parts: dict[Path, str] = {}
     for record in records:
         row = json.loads(record.to_json())
         row |= row.pop("extra", {})
-        parts.setdefault(row.pop("split", "train"), []).append(json.dumps(row, ensure_ascii=False) + "\n")
-    for split, lines in parts.items():
-        files.write(folder / f"{split}.jsonl", "".join(lines).encode())
+        path = folder / f"{row.pop('split', 'train')}.jsonl"
+        parts[path] = parts.get(path, "") + json.dumps(row, ensure_ascii=False) + "\n"
+    for path, text in parts.items():
+        if not replace and path.exists() and path.read_bytes() != text.encode():
+            raise FileExistsError(f"{path} contains other pairs")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in parts.items():
+        files.write(path, text.encode())
 
 
 def _prompt(generator: np.random.Generator) -> tuple[str, str]:

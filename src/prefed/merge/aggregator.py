@@ -36,7 +36,7 @@ class Aggregator:
     """Merges uploads into the next model of the server.
 
     Attributes:
-        scaling: s = α / rank of its LoRA, used only by ``fedex`` and ``flora``.
+        scaling: s = α / rank of its LoRA, for products B A and their size in ``max_ratio``.
 
     >>> import torch
     >>> from prefed.core import Key

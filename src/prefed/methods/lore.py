@@ -32,4 +32,4 @@ def needs(settings: Settings) -> frozenset[str]:
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """LoRe over ``layout``."""
     lore = Mixtures.over(settings, aggregator, rounds)
-    return lore.mixture_method("lore", SOURCE, lore.exchange())
+    return lore.method("lore", SOURCE, lore.exchange(), infer=lore.infer)

@@ -37,4 +37,4 @@ def needs(settings: Settings) -> frozenset[str]:
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """PAL over ``layout``."""
     pal = Mixtures.over(settings, aggregator, rounds)
-    return pal.mixture_method("pal", SOURCE, pal.exchange())
+    return pal.method("pal", SOURCE, pal.exchange(), infer=pal.infer)

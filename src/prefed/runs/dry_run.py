@@ -144,16 +144,16 @@ class _TrialTrainers:
 
     def score(self, client: str, tensors: Tensors, split: Literal["validation", "test"]) -> Any:
         rows = getattr(self._trainers.dataset.clients[client], split)
-        few = rows[:PAIRS]
+        few, examples = rows[:PAIRS], self._trainers.examples(client, tensors)
 
         def measure() -> tuple[float, Any]:
-            score = self._trainers.pair_trainer.score
-            score(tensors, few)  # not timed: computes the reference log-probabilities
-            seconds, scores = clocked(lambda: score(tensors, few))
+            score = partial(self._trainers.pair_trainer.score, tensors, few, examples)
+            score()  # not timed: computes the reference log-probabilities
+            seconds, scores = clocked(score)
             self._meter.pairs += len(few)
             return seconds * len(rows) / len(few), scores
 
-        return self._meter.call(("score", client), measure)
+        return self._meter.call(("score", client, len(examples)), measure)
 
 
 class Trial:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import time
@@ -37,6 +36,7 @@ from prefed.privacy.accountant import require
 from prefed.runs.align import check_alignment, what_is_sent
 from prefed.runs.dry_run import existing_parent
 from prefed.runs.start_or_resume import is_place
+from prefed.runs.summary import cores
 from prefed.trackers.tools import trackers
 
 DEVELOPMENT = {"test", "docs", "dev", "release"}
@@ -152,10 +152,10 @@ def _is_here(extra: str) -> bool:
 
 
 def _devices() -> str:
-    cores = pluralize(len(os.sched_getaffinity(0)), "core", "cores")
+    found = pluralize(cores(), "core", "cores")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(number) for number in range(count)]
-    return ", ".join([cores, *(names or ["no GPU"])])
+    return ", ".join([found, *(names or ["no GPU"])])
 
 
 def _clock(paths: Iterable[Path]) -> Finding:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-from prefed.align.completions import endpoint_of
 from prefed.align.judge.endpoint import Endpoint, NoAnswerError
 from prefed.align.judge.questions import JudgeError, NumberedPrompt
 from prefed.align.policy import FOLDER as START
@@ -198,7 +197,7 @@ def responder(config: EndpointConfig) -> Endpoint:
     Raises:
         JudgeError: as :class:`~prefed.align.judge.endpoint.Endpoint`.
     """
-    return endpoint_of(config, "--responses", "--", "--responses-url")
+    return Endpoint(config.model, config, setting="--responses", prefix="--", url_setting="--responses-url")
 
 
 class Models:

@@ -238,12 +238,17 @@ def describe_origin(code: Mapping[str, Code], method: str = "") -> dict[str, Any
         "command": command(sys.argv),
         "hardware": {
             "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": cores(),
             "memory_mb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
             "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
             "system": f"{platform.system()} {platform.machine()}",
         },
     }
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use; outside Linux, of all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def command(words: Sequence[str]) -> str:

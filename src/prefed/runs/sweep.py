@@ -92,7 +92,7 @@ class SweepCell:
                 outcome[f"{name}.{figure}"] = [test[name][figure] for test in tests if name in test]
         outcome["bytes"] = [_sent(run) for run in runs]
         outcome["seconds"] = [run.summary["seconds"] for run in runs]
-        outcome["commits"] = _commits([*runs, *(self.run_of(seeds[0], rate) for rate in validation)])
+        outcome["commits"] = commits_of([*runs, *(self.run_of(seeds[0], rate) for rate in validation)])
         return outcome
 
     def own_rate_outcome(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class SweepCell:
                 }
                 for seed, run, figures, top in zip(self.table.seeds, runs, rounds, tops, strict=True)
             ],
-            "commits": _commits(runs),
+            "commits": commits_of(runs),
         }
 
     def validation_metrics(self) -> dict[int, float]:
@@ -186,7 +186,8 @@ def grid_cells(
     return [SweepCell(cell, table, folder, tuple(overrides), selects) for cell in cells]
 
 
-def _commits(runs: Sequence[SweepRun]) -> list[str]:
+def commits_of(runs: Sequence[SweepRun]) -> list[str]:
+    """Return the commits of the code behind the runs."""
     return sorted({commit for run in runs for commit in commits(run.out)})
 
 

@@ -180,7 +180,7 @@ class NodeFile:
         header = json.dumps({"nodes": entry}, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         files.remove(path)
-        files.allocate(path, 8 + len(header) + whole, mode=0o600)
+        files.allocate(path, 8 + len(header) + whole)
         with path.open("r+b") as stream:
             stream.write(len(header).to_bytes(8, "little") + header)
         return NodeFile(path)

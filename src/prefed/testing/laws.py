@@ -1,7 +1,6 @@
 """Laws that every method holds, on small problems. Each check raises ``AssertionError`` if its law is broken.
 
-The problems are federations of quadratics (:mod:`prefed.testing.quadratics`), except in :func:`check_run`,
-which trains a tiny language model.
+The problems are federations of quadratics (:mod:`prefed.testing.quadratics`).
 """
 
 from __future__ import annotations

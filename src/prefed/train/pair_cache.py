@@ -54,7 +54,7 @@ class RecordCache:
             return
         path = folder / f"{name}.f32"
         files.private_folder(folder)
-        files.allocate(path, 4 * size, mode=0o600)
+        files.allocate(path, 4 * size)
         self._file = np.memmap(path, np.uint32, "r+", shape=(size,))
         # Slicing a memmap takes three times as long as slicing a plain array over the same memory.
         self._words = self._file.view(np.ndarray)

@@ -250,12 +250,8 @@ class Endpoint:
         except NoAnswerError as error:
             cause = error.__cause__
             param = cause.param if isinstance(cause, openai.BadRequestError) else None
-            if (
-                param is None
-                or param not in droppable
-                or self._other_names.get(param, param) != param
-                or param not in fields
-            ):
+            # Not whether its other name is known: a request sent at the same time may have found it.
+            if param is None or param not in droppable or param not in fields:
                 raise
             self._other_names[param] = droppable[param]
         return self._request(create, content, options, droppable)

@@ -1,9 +1,8 @@
 """A pool of workers that distributes tasks and reassigns the task of a lost worker.
 
 A worker is a process on this machine or a cluster, which builds the job once. Clients' private states stay in
-a
-store of this process: a task is sent with the client's state, and the result returns the next state. No data
-is lost with a worker.
+a store of this process: a task is sent with the client's state, and the result returns the next state. No
+data is lost with a worker.
 """
 
 from __future__ import annotations

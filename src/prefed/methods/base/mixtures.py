@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from prefed.core import ClientTrainer, Download, Exchange, Method, Objective, Owner, Phase, State, Tensors
+from prefed.core import ClientTrainer, Download, Objective, Owner, Phase, State, Tensors
 from prefed.merge import Aggregator
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.settings import SelectorSettings
@@ -76,7 +76,3 @@ class Mixtures(FedAvgBase):
         few = Objective(MIXED.name, MIXED.resolve({"pairs": pairs}))
         steps = cast("MixingSettings", self.settings).newcomer_steps
         return self.adapt(trainer, published, steps, objective=few)
-
-    def mixture_method(self, name: str, source: str, *exchanges: Exchange) -> Method:
-        """Return the method of these steps, in which newcomers can fit weights to a few pairs."""
-        return self.method(name, source, *exchanges, infer=self.infer)

@@ -46,7 +46,7 @@ name = "{method}"                         # or another method: feddpo, fedper, l
 {training}
 
 [evaluate]
-every = {every}
+every = 1
 {report}
 [engine]
 workers = {workers}
@@ -57,14 +57,12 @@ TINY = {
     "max_length": 128,
     "model": '"model"',
     "training": "lr = 3e-3",
-    "every": 1,
     "report": "",
 }
 CHAT = {
     "rounds": 3,
     "max_length": 512,
     "training": "lr = 3e-3\nlocal_steps = 5\nbatch_size = 4",
-    "every": 1,
 }
 OBJECTIVE = (
     'objective = "orpo"                      # also imitates the chosen responses, so styles appear early'
@@ -130,8 +128,13 @@ def demo(
         model = str(Path(model).resolve())
     story = _tiny(key) if model is None else _chat(key, model, kind)
     out = out or Path("prefed-demo" if model is None else f"prefed-demo-{Path(model).name}")
-    out.mkdir(parents=True, exist_ok=True)
-    synthetic.write(out, story.records)
+    file = out / f"{method}.toml"
+    if model is not None and file.exists() and (other := Experiment.load(file, []).model.name) != model:
+        raise UsageError(f"{file} trains another model, {other}: choose another --out")
+    try:
+        synthetic.write(out, story.records, replace=False)
+    except FileExistsError as error:
+        raise UsageError(f"{error} than this demo's: choose another --out, or prefed run FILE") from None
     console.print(
         f"{len(story.tastes)} clients, {story.pairs} preference pairs each, in {out}; what they like:"
     )
@@ -139,16 +142,12 @@ def demo(
         console.print(f"  {client}: {taste}")
     if model is None and not (out / "model").exists():
         _make_model(out / "model", key, console)
-    file = out / f"{method}.toml"
     workers = min(2, os.cpu_count() or 1)
     if not file.exists():
         text = EXPERIMENT.format(file=file, method=method, workers=workers, **story.settings)
         files.write(file, text.encode())
-    experiment = Experiment.load(file, [])
-    if model not in (None, experiment.model.name):
-        raise UsageError(f"{file} trains another model, {experiment.model.name}: choose another --out")
     path = _free_path(out / f"run-{method}")
-    result = run(experiment, path, callbacks=terminal(console))
+    result = run(Experiment.load(file, []), path, callbacks=terminal(console))
     print_result(result.summary, console, story.more)
     if story.more:
         console.print("oracle: accuracy of a judge that knows each client's taste; labels are noisy")

@@ -214,6 +214,8 @@ def sweep(
         return
     if judge is not None:
         raise UsageError("--judge requires --grid; a table declares its own judge")
+    if len({table.stem for table in tables}) < len(tables):
+        raise UsageError("two tables have the same file name; run them separately, each with its own --out")
     from prefed.runs.sweep import Sweep, check_cells, sweep_cells
 
     if method:
@@ -223,8 +225,6 @@ def sweep(
     order: dict[Path, list[str]] = {}
     for cell in cells:
         order.setdefault(cell.folder, []).append(cell.definition.name)
-    if len(order) < len(tables):
-        raise UsageError("two tables have the same file name; run them separately, each with its own --out")
     cells = _select(cells, only or [])
     from prefed.ui.pages.sweep import keep
 
@@ -261,6 +261,9 @@ def _sweep_methods(
         for table in tables
         for cell in sweep_cells(table, out, overrides, tree["method"]["name"])
     ]
+    if len({cell.name for cell in cells}) < len(cells):
+        raise UsageError("two methods have the same name; run them separately, each with its own --out")
+    cells = _select(cells, only)
     refused: dict[str, str] = {}
     for cell in cells:
         try:
@@ -274,7 +277,7 @@ def _sweep_methods(
                 tell(f"{cell.name} is refused: {refused[cell.name]}")
             else:
                 raise
-    possible = _select([cell for cell in cells if cell.name not in refused], only)
+    possible = [cell for cell in cells if cell.name not in refused]
     check_cells(possible)
     work = Sweep(jobs, tell)
     if possible:

@@ -12,8 +12,7 @@ from prefed.core import files
 from prefed.core.text import markdown_text, pluralize
 from prefed.runs.finished_run import read_run
 from prefed.runs.seed_groups import fold
-from prefed.runs.sweep import Chosen, SweepCell, all_equal
-from prefed.runs.sweep_child import commits
+from prefed.runs.sweep import Chosen, SweepCell, all_equal, commits_of
 from prefed.ui.pages.compare_page import write_comparison
 from prefed.ui.pages.comparison_data import ChosenCase, plus_minus
 from prefed.ui.pages.tables import Table, markdown
@@ -175,7 +174,7 @@ def keep_grid(cells: Sequence[SweepCell], chosen: Sequence[Chosen]) -> tuple[Pat
         "seeds": first.table.seeds,
         "combinations": [{"name": each.name, "settings": dict(each.values)} for each in combinations],
         "chosen": [_plain(each) for each in chosen],
-        "commits": sorted({commit for run in runs for commit in commits(run.out)}),
+        "commits": commits_of(runs),
     }
     files.write(selection, json.dumps(content, indent=1, ensure_ascii=False).encode())
     write_comparison([read_run(run.out) for run in runs], page, chosen_cases(chosen))
