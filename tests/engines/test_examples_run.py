@@ -32,7 +32,7 @@ def shown(place, count, **changes):
 @pytest.fixture(scope="module")
 def finished(place):
     path = place / "shown"
-    run(shown(place, 2, evaluate={"unseen": ["w1"], "unseen_steps": [0], "unseen_pairs": [1, 2]}), path)
+    run(shown(place, 2, evaluate={"unseen": ["w1"], "unseen_steps": [0, 5], "unseen_pairs": [1, 2]}), path)
     return path
 
 
@@ -42,7 +42,7 @@ def summary(path):
 
 def test_a_client_judges_with_its_examples_and_the_published_model_without(place, finished):
     """Without examples a client is the base model. With them its log-probabilities differ, and so does the
-    mean margin, which is 0 without."""
+    mean margin, which is 0 without. A newcomer takes no steps, so it has no accuracy after five."""
     run(shown(place, 0), place / "none")
     none, some = summary(place / "none"), summary(finished)
     assert none["preference_accuracy"] == none["baseline_accuracy"] == none["shared_accuracy"]
@@ -68,7 +68,7 @@ def test_a_dry_run_judges_with_examples_as_the_run_does(place, tmp_path, monkeyp
 
 def test_workers_and_evaluation_from_disk_give_the_same_metrics(place, finished):
     whole = summary(finished)
-    newcomers = {"unseen": ["w1"], "unseen_steps": [0], "unseen_pairs": [1, 2]}
+    newcomers = {"unseen": ["w1"], "unseen_steps": [0, 5], "unseen_pairs": [1, 2]}
     run(shown(place, 2, evaluate=newcomers, engine={"workers": 2, "threads": 1}), place / "two")
     for name in ("preference_accuracy", "margin", "unseen_accuracy"):
         assert summary(place / "two")[name] == whole[name]

@@ -105,6 +105,16 @@ def test_a_central_merge_sees_copies_of_one_mean(tmp_path):
         assert not any(first.equal(upload.tensors["model"]) for upload in uploads)
 
 
+def test_a_step_for_all_clients_is_not_hidden_by_the_draw_of_a_cohort():
+    """One client is drawn, but each step asks all six: the guarantee is that of a cohort of all."""
+    settings = {**CENTRAL, "secret_cohorts": True}
+    drawn, whole = (toy.build(toy.text(**UNIFORM, cohort=size, privacy=settings)) for size in (1, None))
+    steps = tuple(replace(each, to="all") for each in drawn.method.exchanges)
+    everyone = replace(drawn, method=replace(drawn.method, exchanges=steps))
+    assert privacy.guarantee(drawn) != privacy.guarantee(whole)
+    assert privacy.guarantee(everyone) == privacy.guarantee(whole)
+
+
 def test_a_central_round_without_uploads_has_noise_all_the_same(tmp_path):
     """Poisson cohorts may be empty: a model that stood still would tell so."""
     privacy = {**CENTRAL, "secret_cohorts": True}

@@ -136,6 +136,12 @@ def test_who_waits_looks_and_gives_up():
         ({"limits": {"max_length": 99}}, {"data": {"max_length": 100}}, "max_length: 100 .* at most 99 "),
         ({}, {"engine": {"max_tokens": 65_537}}, r"\[limits\] max_tokens: 65,537 .* at most 65,536 "),
         ({"limits": {"rank": 3}}, {"model": {"lora": {"rank": 4}}}, r"\[limits\] rank: 4 .* at most 3 "),
+        ({}, {"model": {"bottleneck": {"width": 4097}}}, r"\[limits\] width: 4,097 .* at most 4,096 "),
+        ({}, {"model": {"reward": {"width": 9000}}}, r"\[limits\] width: 9,000 requested"),
+        ({}, {"model": {"variational": {"latent": 5000}}}, r"\[limits\] width: 5,000 requested"),
+        ({}, {"model": {"variational": {"widths": [8, 6000]}}}, r"\[limits\] width: 6,000 requested"),
+        ({}, {"model": {"mixture": {"count": 7000}}}, r"\[limits\] width: 7,000 requested"),
+        ({}, {"method": "fedvpa", "samples": 8000}, r"\[limits\] width: 8,000 requested"),
         ({}, {"method": "centralized"}, "this site's pairs do not leave it"),
         ({}, {"method": "decdpo"}, r"\[graph\], \[fleet\] and decdpo are not available in a federation"),
     ],
@@ -159,9 +165,9 @@ def test_what_an_administrator_allows_or_sets_is_not_refused(tmp_path):
     most = {
         "engine": {"threads": 3, "max_tokens": 700},
         "data": {"max_length": 600},
-        "model": {"lora": {"rank": 5}},
+        "model": {"lora": {"rank": 5}, "variational": {"widths": [300, 64]}},
     }
-    limits = {"threads": 3, "max_length": 600, "max_tokens": 700, "rank": 5}
+    limits = {"threads": 3, "max_length": 600, "max_tokens": 700, "rank": 5, "width": 300}
     config = site_config(tmp_path, tmp_path, "w0", limits=limits)
     check_experiment(hub_asks(tmp_path, **most), config)
     own = site_config(tmp_path, tmp_path, "w0", threads=2)

@@ -1,14 +1,16 @@
 """A hub and sites that do what they should not; without NVIDIA FLARE and without a model."""
 
+import gc
 import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from federating import Within, experiment, site_config
 from prefed.config import Experiment, to_toml
-from prefed.core import Download
+from prefed.core import Download, Entry, Layout, Tensors
 from prefed.core.wire import decode_download, encode
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Task, WorkerError
@@ -17,7 +19,14 @@ from prefed.networks.federation.audit_log import SentLog, line_of
 from prefed.networks.federation.experiment import own_experiment
 from prefed.networks.federation.federate import check_clients, compare_versions, experiment_for_sites
 from prefed.networks.federation.hub import FederationBackend, Sites
-from prefed.networks.federation.messages import FORMAT, VERSION, Joined, order_digest, read_answer
+from prefed.networks.federation.messages import (
+    FORMAT,
+    VERSION,
+    Joined,
+    check_download,
+    order_digest,
+    read_answer,
+)
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.site import WITHHELD, Site
 from prefed.networks.federation.transport import FederationError
@@ -440,3 +449,19 @@ def test_without_its_model_a_site_starts_no_process(opens, tmp_path):
     assert str(tmp_path) not in answer["failed"]
     assert "model.name" in [*say.site.log.entries()][-1]["failed"]
     assert Stub.begun == begun
+
+
+def test_downloads_of_a_hub_leave_nothing_behind():
+    """Each names 500 tensors without numbers, so a site that kept their layouts would fill its memory."""
+
+    def entries():
+        gc.collect()
+        return sum(isinstance(each, Entry) for each in gc.get_objects())
+
+    before = entries()
+    for k in range(3):
+        layout = Layout(tuple(Entry(f"{k}/{i}", (0,), "x") for i in range(500)))
+        body = encode(Download({"model": Tensors(layout, torch.zeros(0))}))
+        del layout
+        check_download(body, "the model")
+    assert entries() < before + 500

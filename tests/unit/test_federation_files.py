@@ -8,7 +8,7 @@ import pytest
 
 from prefed.config import ConfigError
 from prefed.networks.federation.config import SiteConfig, check_places
-from prefed.networks.federation.flare.kits import Project
+from prefed.networks.federation.flare.kits import Project, place_kit
 
 
 def test_a_sites_file_is_checked(tmp_path):
@@ -140,6 +140,25 @@ def test_what_is_there_or_may_be_on_the_hugging_face_hub_is_let_be(tmp_path):
                 f"federation = 'w'\nname = 'a'\n[data]\ntrain = {train}\n[model]\nname = {model!r}\n"
             )
             check_places(SiteConfig.load(path))
+
+
+def test_a_kit_that_was_not_copied_whole_is_copied_again(tmp_path):
+    """A link to nowhere ends the first copy. A kit that is there is kept with its key."""
+    made, kit = tmp_path / "made", tmp_path / "north/kit"
+    (made / "startup").mkdir(parents=True)
+    (made / "local").mkdir()
+    (made / "local/resources.json.default").write_text('{"class_allow_list": [], "components": []}')
+    key = made / "startup/client.key"
+    key.symlink_to("nowhere")
+    with pytest.raises(OSError, match=r"client.key"):
+        place_kit(made, kit, "read me")
+    key.unlink()
+    for text in ("the first", "another"):
+        key.write_text(text)
+        place_kit(made, kit, "read me")
+    assert (kit / "startup/client.key").read_text() == "the first"
+    assert json.loads((kit / "local/resources.json").read_text())["class_allow_list"]
+    assert [path.name for path in kit.parent.iterdir()] == ["kit"]
 
 
 def test_a_file_is_read_without_torch():

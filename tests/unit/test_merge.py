@@ -387,6 +387,7 @@ class TestConfig:
                 "has no weights that staleness could discount",
             ),
             ({"rule": "krum", "weights": "mass"}, "use rule mean or norm_clip"),
+            ({"max_norm": 1.0}, "bounds updates only under rule 'norm_clip', not 'mean'"),
             (
                 {"rule": "median", "lora": "fedex"},
                 "needs the mean of the products BA, which the coordinate-wise rule",

@@ -414,6 +414,34 @@ def test_the_commit_is_its_owners_to_read(tmp_path):
     assert (tmp_path / "run/checkpoint/COMMIT.json").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_row_comes_in_as_many_pieces_as_the_system_gives(tmp_path, monkeypatch):
+    """Linux gives at most 2 GiB at a time, which is 5 bytes here. A file that ends too early is damaged."""
+    nodes = NodeFile.create(tmp_path / "nodes", 2, 3, torch.float32)
+    nodes.put(1, torch.tensor([1.0, 2.0, 3.0]))
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda file, count, place: pread(file, min(count, 5), place))
+    monkeypatch.setattr(os, "preadv", lambda file, into, place: preadv(file, [into[0][:5]], place))
+    assert nodes.row(1).tolist() == [1.0, 2.0, 3.0]
+    os.truncate(tmp_path / "nodes", (tmp_path / "nodes").stat().st_size - 1)
+    with pytest.raises(StoreError, match="nodes is damaged: it ends before row 1 does"):
+        nodes.row(1)
+    nodes.close()
+
+
+def test_a_run_that_fails_leaves_no_file_open(tmp_path):
+    """A round of nodes that is not committed, and the committed one."""
+
+    def opened():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = opened()
+    with RunWriter(tmp_path / "run") as store:
+        for name in ("mixed", "next"):
+            store.nodes.create(name, 2, 3, torch.float32)
+        assert opened() > before + 2
+    assert opened() == before
+
+
 def test_nodes_that_are_closed_twice_close_no_other_file(tmp_path):
     """The next file gets the number of the one that was closed."""
     nodes = NodeFile.create(tmp_path / "nodes", 2, 3, torch.float32)

@@ -125,7 +125,7 @@ class EvaluateConfig(StrictModel):
     unseen_steps: list[int] = Field(
         [0],
         description="numbers of local steps of a newcomer on its own pairs before its evaluation; one "
-        "metric each",
+        "metric each, of methods that train newcomers; 0 for all methods",
     )
     unseen_pairs: list[int] = Field(
         [],

@@ -115,7 +115,8 @@ def decode_state(data: bytes) -> State:
 
 def decode_download(data: bytes) -> Download:
     """Decode a download from :func:`encode`. Raises as :func:`decode_state`."""
-    header, groups = _open(data, "download")
+    # Without the layout cache, which a hub could fill.
+    header, groups = _open(data, "download", _read_layout)
     return Download(groups, _scalars(header))
 
 

@@ -249,9 +249,8 @@ class Job:
     def newcomer_figures(self) -> Mapping[str, int]:
         """Name of a newcomer's metric → its number of local steps, or of pairs if it is ``pairs/…``."""
         pairs = self.unseen_pairs if self.method.infer is not None else ()
-        return {str(steps): steps for steps in self.unseen_steps} | {
-            f"{PAIRS}{count}": count for count in pairs
-        }
+        steps = [steps for steps in self.unseen_steps if not steps or self.method.adapt is not None]
+        return {str(count): count for count in steps} | {f"{PAIRS}{count}": count for count in pairs}
 
     def round(self, number: int) -> Round:
         """Round ``number``, from 1."""

@@ -15,7 +15,10 @@ from prefed.privacy import Guarantee, guarantee_of, noised_mean
 
 def guarantee(job: Job) -> Guarantee:
     """The guarantee of one release of the job."""
-    return guarantee_of(job.privacy, len(job.members), job.cohort_size, job.sampling)
+    # If all clients take part in a step, no draw of a cohort hides them.
+    drawn = all(exchange.to == "cohort" for exchange in job.method.exchanges)
+    cohort = job.cohort_size if drawn else len(job.members)
+    return guarantee_of(job.privacy, len(job.members), cohort, job.sampling)
 
 
 def most_releases(job: Job, number: int, begun: Mapping[int, int]) -> int:

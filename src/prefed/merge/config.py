@@ -200,6 +200,8 @@ class MergeConfig(StrictModel):
         if unknown := sorted(self.rule_settings.keys() - self.kind.defaults.keys()):
             known = ", ".join(self.kind.defaults) or "none"
             raise ValueError(f"rule {self.rule!r} has no setting {unknown[0]!r}; it has: {known}")
+        if self.max_norm is not None and self.rule != "norm_clip":
+            raise ValueError(f"max_norm bounds updates only under rule 'norm_clip', not {self.rule!r}")
         if not self.kind.weighted and self.staleness.name != "none":
             raise ValueError(
                 f"rule {self.rule!r} has no weights that staleness could discount; use rule mean, multi_krum "

@@ -216,10 +216,13 @@ class NodeFile:
         return self._start + (node * self.size + int(columns.start)) * self._width
 
     def _read(self, node: int, columns: slice) -> torch.Tensor:
-        count = (columns.stop - columns.start) * self._width
-        data = bytearray(os.pread(self._handle, count, self._place(node, columns)))
-        if len(data) != count:
-            raise damaged(self.path, f"it ends before row {node} does")
+        data = bytearray((columns.stop - columns.start) * self._width)
+        left, place = memoryview(data), self._place(node, columns)
+        while left:  # Linux reads at most 2 GiB at a time
+            count = os.preadv(self._handle, [left], place)
+            if not count:
+                raise damaged(self.path, f"it ends before row {node} does")
+            left, place = left[count:], place + count
         return torch.frombuffer(data, dtype=self.dtype)
 
     def _write(self, node: int, columns: slice, row: torch.Tensor) -> None:
@@ -278,6 +281,12 @@ class NodeStates:
             files.remove(self._path(name))
         self._new = {}
 
+    def close(self) -> None:
+        """Let go of the files, for a run that ends or fails."""
+        for file in [*self._new.values(), *([self._current] if self._current else [])]:
+            file.close()
+        self._new, self._current = {}, None
+
     def recover(self, run: Path, commit: Commit | None, kept: Iterable[Commit] = ()) -> None:
         """Learn which files count, and remove all others.
 
@@ -310,9 +319,7 @@ class NodeStates:
     def finish(self, commit: Commit, kept: Iterable[Commit] = ()) -> None:
         """Delete what ``commit``, which is on the disk, has replaced, but for what ``kept`` commits name."""
         self.rollback()
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        self.close()
         replaced = self._earlier | ({self._round} if self._digest else set())
         self._round, self._digest = commit.round, commit.digests.nodes or ""
         self._earlier = _rounds(kept)

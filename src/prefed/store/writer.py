@@ -85,6 +85,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Release the directory for other processes. Whatever is not committed is lost."""
+        self.nodes.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

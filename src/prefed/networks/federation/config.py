@@ -78,6 +78,12 @@ class Limits(StrictModel):
     max_length: int = Field(4096, ge=2, description="maximum [data] max_length")
     max_tokens: int = Field(65536, ge=1, description="maximum [engine] max_tokens: tokens per forward pass")
     rank: int = Field(256, ge=1, description="maximum [model.lora] rank")
+    width: int = Field(
+        4096,
+        ge=1,
+        description="maximum width of bottleneck, reward head, latent tastes and shared rewards, and maximum "
+        "number of prototypes, shared rewards and samples of a taste",
+    )
     minimum_cohort: int = Field(2, ge=1, description="minimum number of clients per round, over all sites")
     minimum_pairs: int = Field(0, ge=0, description="minimum [privacy] minimum_pairs")
     privacy: Literal["central", "local"] | None = Field(

@@ -40,6 +40,7 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
         "max_length": experiment.data.max_length,
         "max_tokens": experiment.engine.max_tokens,
         "rank": experiment.model.lora.rank,
+        "width": _width(experiment),
     }
     for name, value in requested.items():
         if value > (most := getattr(limits, name)):
@@ -55,6 +56,14 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
             f"[limits] minimum_pairs: the run must have [privacy] minimum_pairs = {limits.minimum_pairs}"
         )
     _check_noise(experiment.privacy, limits)
+
+
+def _width(experiment: Experiment) -> int:
+    """The largest size that a run chooses for the parts that it adds to the model."""
+    model, taste, mixture = experiment.model, experiment.model.variational, experiment.model.mixture
+    sizes = (model.bottleneck.width, model.reward.width, mixture.count, mixture.width)
+    samples = getattr(experiment.method.settings, "samples", 1)
+    return max(*sizes, taste.latent, *taste.widths, taste.prototypes, samples)
 
 
 def _check_noise(privacy: Privacy, limits: Limits) -> None:

@@ -257,8 +257,8 @@ def make_kits(project: Project, out: Path) -> None:
     if context.get(CtxKey.BUILD_ERROR):
         raise OSError(f"NVIDIA FLARE could not create the kits:\n{said.getvalue()}")
     made = Path(context[CtxKey.CURRENT_PROD_DIR])
-    _place(made / project.hub, out / "hub" / "server", HUB_README)
-    _place(made / user, out / "hub" / "admin", HUB_README)
+    place_kit(made / project.hub, out / "hub" / "server", HUB_README)
+    place_kit(made / user, out / "hub" / "admin", HUB_README)
     about = {
         "federation": project.name,
         "sites": project.sites,
@@ -267,7 +267,7 @@ def make_kits(project: Project, out: Path) -> None:
     }
     files.write(out / "hub" / "hub.json", json.dumps(about, indent=1).encode())
     for name in project.sites:
-        _place(made / name, out / name / "kit", SITE_README)
+        place_kit(made / name, out / name / "kit", SITE_README)
         path = out / name / "site.toml"
         if not path.exists():
             words = {"federation": json.dumps(project.name), "name": json.dumps(name)}
@@ -330,7 +330,7 @@ def organisation_of(site: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in site)
 
 
-def _place(made: Path, kit: Path, readme: str) -> None:
+def place_kit(made: Path, kit: Path, readme: str) -> None:
     """Copy a kit into place with prefed's settings. An existing kit is kept with its key.
 
     Args:
@@ -339,11 +339,14 @@ def _place(made: Path, kit: Path, readme: str) -> None:
     if kit.exists():
         return
     files.private_folder(kit.parent)
-    shutil.copytree(made, kit)
-    kit.chmod(0o700)
-    (kit / "startup" / README).unlink(missing_ok=True)
-    (kit / README).write_text(readme, "utf-8")
-    local = kit / "local"
+    # Renamed when it is whole, because an existing kit is kept.
+    new = kit.with_name(f"{kit.name}.partial")
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.copytree(made, new)
+    new.chmod(0o700)
+    (new / "startup" / README).unlink(missing_ok=True)
+    (new / README).write_text(readme, "utf-8")
+    local = new / "local"
     resources = local / "resources.json.default"
     content = json.loads(resources.read_text("utf-8"))
     if "class_allow_list" in content:
@@ -351,6 +354,7 @@ def _place(made: Path, kit: Path, readme: str) -> None:
         files.write(local / "resources.json", json.dumps(content, indent=1).encode())
         text = json.dumps({"format_version": "1.0", "permissions": PERMISSIONS}, indent=1)
         files.write(local / "authorization.json", text.encode())
+    files.replace(new, kit)
 
 
 def _restrict(resources: dict[str, Any]) -> None:
