@@ -211,6 +211,22 @@ def test_agreement_is_over_choices_and_survives_a_restart(tmp_path):
     assert result.kappa == pytest.approx((0.8 - chance) / (1 - chance))
 
 
+def test_agreement_is_over_the_questions_that_are_asked(tmp_path):
+    """Two answers against the recorded choice, then two others as recorded, into one file: two of two."""
+    with session(tmp_path, RECORDS[:2]) as opened:
+        for _ in range(2):
+            shown = opened.current()
+            right = shown.order[1] == shown.question.recorded
+            opened.choose(shown.question.number, ("right", "left")[right])
+        assert (opened.agreement().agreed, opened.agreement().judged) == (0, 2)
+    with session(tmp_path, RECORDS[2:4]) as opened:
+        for _ in range(2):
+            shown = opened.current()
+            right = shown.order[1] == shown.question.recorded
+            opened.choose(shown.question.number, ("left", "right")[right])
+        assert (opened.agreement().agreed, opened.agreement().judged) == (2, 2)
+
+
 def test_what_cannot_be_kept_is_refused_with_a_reason(tmp_path):
     with session(tmp_path) as opened:
         with pytest.raises(CollectError, match="U\\+0009"):

@@ -22,6 +22,7 @@ from prefed.privacy.accountant import guarantee_of
 from prefed.runs import sweep_child
 from prefed.ui.pages.leaderboard import add, write_leaderboard
 from prefed.ui.pages.sweep import keep
+from prefed.ui.pages.tables import Table, markdown
 from preferences import jsonl
 
 BENCH = {path.stem: path for path in sorted((EXPERIMENTS / "bench").glob("*.toml"))}
@@ -143,6 +144,15 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     ]
     assert "- `feddpo`: – (it cannot)" in lines
     assert "the disk is full" not in page
+
+
+def test_a_bar_in_a_cell_is_no_column():
+    """In Markdown a bar is part of a cell if a backslash precedes it; one that is escaped stays as it is."""
+    rows = [("a | b", ["0.5"]), ("c \\| d", ["0.6"])]
+    assert markdown(Table("", ["row", "accuracy"], rows)).splitlines()[2:] == [
+        "| a \\| b | 0.5 |",
+        "| c \\| d | 0.6 |",
+    ]
 
 
 def add_and_write(out, cell, result):

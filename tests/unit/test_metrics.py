@@ -39,6 +39,18 @@ def scores(policy, reference, lengths=None):
     return Scores(policy, np.array(reference, np.float32).reshape(-1, 2), lengths)
 
 
+@pytest.mark.parametrize("bad", [(-5, -math.inf), (-math.inf, -5), (-5, math.nan), (math.inf, -5)])
+def test_a_pair_whose_log_probability_is_not_finite_is_wrong(bad):
+    """Of two pairs the second is right by each accuracy of the policy, so all of them are 1/2."""
+    both = scores([bad, (-5, -6)], [(-5, -6), (-6, -6)])
+    both.rewards = np.array([[1, 0], [1, 0]], np.float32)
+    figures = client_metrics(both, beta=0.1)
+    ours = ("preference", "reward", "normalized", "combined")
+    assert [figures[f"{name}_accuracy"] for name in ours] == [0.5] * 4
+    assert figures["agreement"] == 0.5
+    assert (figures["baseline_accuracy"], figures["explicit_accuracy"], figures["not_finite"]) == (0.5, 1, 1)
+
+
 def test_four_pairs_by_hand():
     """Pairs (policy; reference; lengths), Δ = (w − w_ref) − (l − l_ref):
 

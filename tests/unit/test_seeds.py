@@ -149,13 +149,14 @@ def test_gains_of_clients_on_common_seeds(tmp_path):
     ends = {1: (0.7, 0.5), 2: (0.9, 0.5), 3: (0.1, 0.1)}
     for by, expected in (
         ("column", {"ann": 0.3, "bob": 0.0}),
+        ("file", {"ann": 0.3, "bob": 0.0}),
         ("dirichlet", {"ann, seed 1": 0.2, "bob, seed 1": 0, "ann, seed 2": 0.4, "bob, seed 2": 0}),
     ):
         mine = [run(tmp_path / by, "ditto", s, {"ann": a, "bob": b}, by=by) for s, (a, b) in ends.items()]
         theirs = [run(tmp_path / by, "feddpo", s, {"ann": 0.5, "bob": 0.5}, by=by) for s in (2, 1)]
         case, other = cases([*mine, *theirs])
         fixed = seed_groups.fixed_clients([case, other])
-        assert fixed == (by == "column")
+        assert fixed == (by != "dirichlet")
         assert seed_groups.gains(case, other, "preference_accuracy", fixed=fixed) == pytest.approx(expected)
     assert seed_groups.by_client(case, "preference_accuracy", fixed=True)["ann"] == pytest.approx(17 / 30)
 

@@ -79,7 +79,7 @@ def cases(runs: Sequence[RunRecord]) -> list[Case]:
 
 ACCURACIES = ("preference_accuracy", "reward_accuracy")
 """The metrics for comparing runs; the second is adjusted by the reference model."""
-FIXED = ("column", "source")
+FIXED = ("column", "source", "file")
 """Partitions in which the pairs of a client do not depend on the seed."""
 
 

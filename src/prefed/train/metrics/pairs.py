@@ -126,11 +126,12 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
         gain = policy - reference
         margin = gain[:, 0] - gain[:, 1]
         losses = np.logaddexp(0.0, -beta * margin)
+    finite = np.isfinite(policy).all(1)
     metrics: dict[str, npt.NDArray[np.float64 | np.bool_]] = {
-        "preference_accuracy": policy[:, 0] > policy[:, 1],
-        "reward_accuracy": margin > 0,
+        "preference_accuracy": finite & (policy[:, 0] > policy[:, 1]),
+        "reward_accuracy": finite & (margin > 0),
         "baseline_accuracy": reference[:, 0] > reference[:, 1],
-        "normalized_accuracy": per_token[:, 0] > per_token[:, 1],
+        "normalized_accuracy": finite & (per_token[:, 0] > per_token[:, 1]),
         "margin": margin,
         "dpo_loss": losses,
     }
@@ -138,13 +139,13 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
         rewards = scores.rewards.astype(np.float64)
         explicit = rewards[:, 0] - rewards[:, 1]
         metrics |= {
-            "combined_accuracy": margin + weight * explicit > 0,
+            "combined_accuracy": finite & (margin + weight * explicit > 0),
             "explicit_accuracy": explicit > 0,
-            "agreement": margin * explicit > 0,
+            "agreement": finite & (margin * explicit > 0),
             "explicit_margin": explicit,
         }
     means = {name: float(values.mean()) for name, values in metrics.items()}
-    broken = float((~np.isfinite(policy).all(1)).sum())
+    broken = float((~finite).sum())
     return means | ({"not_finite": broken} if broken else {})
 
 

@@ -201,7 +201,9 @@ class Session:
             ``None`` without recorded choices, or before the first answer.
         """
         with self.changed:
-            rows = [row for row in self._chosen.values() if "agrees" in row and row.get("side") in _SIDES]
+            # The file may have answers to other questions, too.
+            chosen = (self._chosen[number] for number in self.questions.numbers() if number in self._chosen)
+            rows = [row for row in chosen if "agrees" in row and row.get("side") in _SIDES]
         own = [row["side"] for row in rows]
         recorded = [side if row["agrees"] else _other(side) for row, side in zip(rows, own, strict=True)]
         return agreement(own, recorded) if rows else None

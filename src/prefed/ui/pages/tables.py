@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -103,10 +104,11 @@ def split(table: Table, fits: Callable[[Table], bool]) -> list[Table]:
 
 
 def markdown(table: Table) -> str:
-    """Convert a table to Markdown, without its caption."""
+    """Convert a table to Markdown, without its caption. Bars in cells are escaped unless they are already."""
     rows = ([name, *cells] for name, cells in (*table.rows, *table.summary))
     lines = [table.heads, ["---"] * len(table.heads), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    escaped = ([re.sub(r"(?<!\\)\|", r"\|", cell) for cell in cells] for cells in lines)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in escaped)
 
 
 def cell(value: Any, form: str = ".3f") -> str:
