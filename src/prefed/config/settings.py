@@ -234,8 +234,8 @@ class EngineConfig(StrictModel):
     visit_timeout: float = Field(
         0,
         ge=0,
-        description="timeout in seconds of a client's training or evaluation in a worker process, an actor or "
-        "a peer; then another worker tries, at most three in total; 0: no timeout",
+        description="timeout in seconds of a client's training or evaluation in a worker process, on Ray or "
+        "in a peer; then another worker tries, at most three in total; 0: no timeout",
     )
     devices: list[Annotated[str, Field(pattern=r"^cuda:\d+$")]] | None = Field(
         None,
