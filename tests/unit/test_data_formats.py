@@ -318,13 +318,35 @@ def dialogue(*lines):
         ),
         ("", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S"), "A", "B")),
         ("S then Q", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S", "u:S then Q"), "A", "B")),
-        # The prompt is removed only if both responses repeat it.
+        # The prompt is removed only if both responses repeat it, as whole words.
         ("Hi", "Hi a", "Hi b", ("Hi", " a", " b")),
+        ("Hi", "High five!", "His name?", ("Hi", "High five!", "His name?")),
+        ("Hi", "Hi a", "Hiking", ("Hi", "Hi a", "Hiking")),
+        ("Hello", "Hello! a", "Hello! b", ("Hello", "Hello! a", "Hello! b")),
+        ("A: Q\nB:", "A: Q\nB:a", "A: Q\nB:b", ("A: Q\nB:", "a", "b")),
+        ("Q\n", "Q\na", "Q\nb", ("Q\n", "a", "b")),
+        ("你好吗？", "你好吗？好", "你好吗？不", ("你好吗？", "好", "不")),
         ("Hi", "Hi a", "Ho b", ("Hi", "Hi a", "Ho b")),
     ],
 )
 def test_forms_of_prompt_and_responses(prompt, chosen, rejected, expected):
     assert split_prompt(RawPair(prompt, chosen, rejected))[:3] == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "expected"),
+    [
+        ("Hi", "High time you asked.", "High time you asked."),
+        ("Hello", "Hello! How can I help?", "Hello! How can I help?"),
+        ("Hello", "Hello there", "Hello there"),
+        ("Q:", "Q: a", " a"),
+        ("User: Q\n", "User: Q\na", "a"),
+    ],
+)
+def test_a_thumb_may_start_like_its_prompt(prompt, response, expected):
+    """A greeting answers a greeting; only a prompt that ends in a colon or a new line is a repetition."""
+    pair = RawPair(prompt, response, response, label=True)
+    assert split_prompt(pair)[:3] == (prompt, expected, expected)
 
 
 @pytest.mark.parametrize(

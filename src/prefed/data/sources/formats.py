@@ -396,6 +396,7 @@ def _imdb(row: Row) -> RawPair:
         text_at(row, "rejected"),
         margin=margin,
         extra=extra_columns(row, ("prompt", "chosen", "rejected")),
+        whole=True,
     )
 
 

@@ -42,7 +42,8 @@ _LONGEST = 1000
 class RawPair:
     """A pair as read from a row. Prompt and responses may be text, messages or whole dialogues.
 
-    A thumb has its response as both ``chosen`` and ``rejected``, and a ``label``.
+    A thumb has its response as both ``chosen`` and ``rejected``, and a ``label``. ``whole`` responses repeat
+    the prompt, which may end within a word.
     """
 
     prompt: Any
@@ -55,6 +56,7 @@ class RawPair:
     split: Split | None = None
     extra: dict[str, str | float | int] = field(default_factory=dict)
     label: bool | None = None
+    whole: bool = False
 
 
 def value_at(row: Row, path: str) -> Any:
@@ -245,14 +247,15 @@ def parse_split(item: Any) -> Split | None:
 def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bool]:
     r"""Separate the prompt of a pair from its two responses.
 
-    - Two texts and a prompt are used unchanged, except that a prompt repeated by both responses is removed
-      from them.
+    - Two texts and a prompt are used unchanged, except that a prompt repeated by both responses, as whole
+      words, is removed from them.
     - Two texts without a prompt are whole dialogues. They are split at the last common ``"\n\nAssistant:"``,
       or else at the last whitespace before the first difference.
     - Two lists of messages each end with one assistant message, the response. Their common beginning, after
       the given prompt, if any, is the prompt.
 
-    For a thumb, the two responses are the same.
+    For a thumb, the two responses are the same. Since one response may start like its prompt by chance, only
+    a prompt that ends in a colon or whitespace is removed.
 
     Returns:
         Prompt, chosen response, rejected response, and whether a repeated prompt was removed.
@@ -277,7 +280,12 @@ def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bo
     if not isinstance(prompt, str):
         return parse_messages(prompt, "prompt"), chosen, rejected, False
     if prompt.strip() and chosen.startswith(prompt) and rejected.startswith(prompt):
-        return prompt, chosen[len(prompt) :], rejected[len(prompt) :], True
+        rest = chosen[len(prompt) :], rejected[len(prompt) :]
+        apart = prompt[-1] == ":" or prompt[-1].isspace()
+        if pair.label is None and not apart:
+            apart = not prompt[-1].isalnum() or all(not text or text[0].isspace() for text in rest)
+        if apart or pair.whole:
+            return prompt, *rest, True
     return prompt, chosen, rejected, False
 
 
