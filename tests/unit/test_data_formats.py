@@ -290,7 +290,46 @@ def dialogue(*lines):
             dialogue("u:1", "a:2", "u:3", "a:B"),
             (turns("u:1", "a:2", "u:1", "a:2", "u:3"), "A", "B"),
         ),
-        # A text prompt becomes the last turn, unless a shared turn contains it.
+        # A text prompt comes first, after a system message, or answers a last turn of the assistant, unless
+        # the shared turns contain it as whole words, or it consists of them.
+        ("C", dialogue("u:Q", "a:A"), dialogue("u:Q", "a:B"), (turns("u:C", "u:Q"), "A", "B")),
+        (
+            "C",
+            dialogue("s:S", "u:Q", "a:A"),
+            dialogue("s:S", "u:Q", "a:B"),
+            (turns("s:S", "u:C", "u:Q"), "A", "B"),
+        ),
+        (
+            "What is this?",
+            dialogue("u:hi", "a:A"),
+            dialogue("u:hi", "a:B"),
+            (turns("u:What is this?", "u:hi"), "A", "B"),
+        ),
+        (
+            "hi",
+            dialogue("u:What is this?", "a:A"),
+            dialogue("u:What is this?", "a:B"),
+            (turns("u:hi", "u:What is this?"), "A", "B"),
+        ),
+        (
+            "Read this: x\nhi",
+            dialogue("u:hi", "a:A"),
+            dialogue("u:hi", "a:B"),
+            (turns("u:Read this: x\nhi", "u:hi"), "A", "B"),
+        ),
+        (
+            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+            dialogue("u:hi", "a:A"),
+            dialogue("u:hi", "a:B"),
+            (turns("u:hi"), "A", "B"),
+        ),
+        (
+            "\n\nHuman: 1\n\nAssistant: 2\n\nHuman: 3\n\nAssistant:",
+            dialogue("u:1", "a:2", "u:3", "a:A"),
+            dialogue("u:1", "a:2", "u:3", "a:B"),
+            (turns("u:1", "a:2", "u:3"), "A", "B"),
+        ),
+        ("<s>[INST] hi [/INST]", dialogue("u:hi", "a:A"), dialogue("u:hi", "a:B"), (turns("u:hi"), "A", "B")),
         ("Q", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
         (
             "Q",

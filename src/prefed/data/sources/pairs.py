@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -364,10 +365,17 @@ def _split_conversation(
     start = chosen[:shared]
     if isinstance(prompt, str):
         if not start or not _contains(start, prompt.strip()):
-            start = (*start, Message("user", prompt))
+            # The prompt comes first, but answers a last turn of the assistant, so that roles alternate.
+            roles = [turn.role for turn in start]
+            place = len(start) if roles[-1:] == ["assistant"] else int(roles[:1] == ["system"])
+            start = (*start[:place], Message("user", prompt), *start[place:])
     elif prompt is not None:
         start = _join(parse_messages(prompt, "prompt"), start)
     return start, chosen[-1].content, rejected[-1].content
+
+
+_TAGS = rf"[^\w<]|_|<[^<>\n]*>|(?i:\b(?:{'|'.join(_ROLES)}|inst)\b)"
+"""Pattern of what may be around the turns of a dialogue in one text: role names, special tokens, spaces."""
 
 
 def _contains(turns: tuple[Message, ...], prompt: str) -> bool:
@@ -375,8 +383,13 @@ def _contains(turns: tuple[Message, ...], prompt: str) -> bool:
     contents = [turn.content.strip() for turn in turns]
     if not prompt or prompt in contents:
         return True
-    # The last user turn may contain the prompt, or the prompt may contain all turns as one text.
-    return turns[-1].role == "user" and (prompt in contents[-1] or all(text in prompt for text in contents))
+    if turns[-1].role != "user":
+        return False
+    # The last user turn may contain the prompt, or the prompt may consist of all turns as one text.
+    if re.search(rf"(?<!\w){re.escape(prompt)}(?!\w)", contents[-1]):
+        return True
+    one, other = (re.sub(_TAGS, "", text) for text in (prompt, "\n".join(contents)))
+    return one == other and all(text in prompt for text in contents)
 
 
 def _join(prompt: tuple[Message, ...], shared: tuple[Message, ...]) -> tuple[Message, ...]:
