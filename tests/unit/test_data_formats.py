@@ -372,6 +372,38 @@ def test_forms_of_prompt_and_responses(prompt, chosen, rejected, expected):
     assert split_prompt(RawPair(prompt, chosen, rejected))[:3] == expected
 
 
+@pytest.mark.parametrize("shape", [json.dumps, lambda item: json.dumps(item, indent=1)])
+def test_messages_as_json_text(tmp_path, shape):
+    """A cell of a CSV file with messages is read like the messages, in every column, also of thumbs."""
+    prompt, chosen, rejected = shape(TURNS), shape(TURNS + reply("a")), shape(TURNS + reply("b"))
+    hub = shape([{"from": "human", "value": "Hi"}])
+    for row in (
+        {"prompt": prompt, "chosen": "a", "rejected": "b"},
+        {"prompt": hub, "chosen": shape(reply("a")), "rejected": shape(reply("b"))},
+        {"chosen": chosen, "rejected": rejected},
+    ):
+        ((record,), _) = read(tmp_path, [row])
+        assert (record.prompt, record.chosen, record.rejected) == (user("Hi"), "a", "b")
+    ((record,), _) = read(tmp_path, [{"prompt": prompt, "completion": shape(reply("a")), "label": "up"}])
+    assert (record.prompt, record.chosen) == (user("Hi"), "a")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        ('[{"name": "Hi"}]', "a", "b"),
+        ('[{"role": "user", "content": "Hi"}', "a", "b"),
+        ('[{"role": "admin", "content": "Hi"}]', "a", "b"),
+        ("[{" * 9000, "a", "b"),
+        ("Write messages.", json.dumps([{"role": "user", "content": "Hi"}]), "No."),
+    ],
+)
+def test_other_json_is_text(tmp_path, prompt, chosen, rejected):
+    """Other objects, half a list, an unknown role, and one response of JSON next to one of words."""
+    ((record,), _) = read(tmp_path, [{"prompt": prompt, "chosen": chosen, "rejected": rejected}])
+    assert (record.prompt, record.chosen, record.rejected) == (prompt, chosen, rejected)
+
+
 @pytest.mark.parametrize(
     ("prompt", "response", "expected"),
     [

@@ -24,6 +24,7 @@ def read(path, usual="auto", **options):
         ({"prompt": "Q:", "response": " A"}, "Q:", " A"),
         ({"prompt": "Q:", "output": " A", "chosen": " B"}, "Q:", " A"),
         ({"prompt": [{"role": "user", "content": "Name a colour."}]}, TURN, None),
+        ({"prompt": '[{"role": "user", "content": "Name a colour."}]'}, TURN, None),
         ({"prompt": "Q:", "response": [{"role": "assistant", "content": "A"}]}, "Q:", "A"),
         ({"prompt": "Q:", "chosen": " A", "rejected": " B"}, "Q:", " A"),
         (

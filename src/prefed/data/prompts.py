@@ -13,7 +13,13 @@ from prefed.data.record import Prompt, check_unicode
 from prefed.data.sources import format_setting, read_rows, source_digests
 from prefed.data.sources.files import sha256_of
 from prefed.data.sources.formats import POST_FIELDS, Format, detect_format, get_format
-from prefed.data.sources.pairs import extra_columns, parse_messages, split_prompt, value_at
+from prefed.data.sources.pairs import (
+    extra_columns,
+    messages_or_text,
+    parse_messages,
+    split_prompt,
+    value_at,
+)
 
 RESPONSES = ("response", "completion", "output", "chosen")
 """Columns that may contain the response to a column ``prompt``, in order of precedence."""
@@ -98,6 +104,7 @@ def _parse(
 
 
 def _plain_row(row: Mapping[str, Any], value: Any, name: str, response: Any, column: str) -> PromptRow:
+    value, response = messages_or_text(value), messages_or_text(response)
     prompt: Prompt = value if isinstance(value, str) else parse_messages(value, name)
     if response is not None and not isinstance(response, str):
         turns = parse_messages(response, column)

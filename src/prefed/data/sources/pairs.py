@@ -114,6 +114,18 @@ def list_at(row: Row, name: str) -> list[Any]:
     return value
 
 
+def messages_or_text(value: Any) -> Any:
+    """Return the messages in a JSON text, as in CSV files; any other value unchanged."""
+    if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
+        return value
+    try:
+        messages = json.loads(value)
+        parse_messages(messages, "")
+    except (ValueError, RecursionError):
+        return value
+    return messages
+
+
 def _mismatch(name: str, expected: str, value: Any) -> RowError:
     what = "is missing" if value is None else f"must be {expected}, not {type_name(value)}"
     return RowError(f"{name} {what}")
@@ -156,7 +168,7 @@ def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair
     Raises:
         RowError: a named column is missing, or the margin, client, split or label is malformed.
     """
-    start = None if prompt is None else value_at(row, prompt)
+    start = None if prompt is None else messages_or_text(value_at(row, prompt))
     if prompt is not None and start is None:
         raise RowError(f"{prompt} is missing")
     named = [columns.margin, columns.client, columns.category, columns.domain, columns.split]
@@ -164,6 +176,10 @@ def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair
     responses = [columns.chosen, columns.rejected] if completion is None else [completion, completion]
     used = [name for name in (prompt, *responses, label, *named) if name is not None]
     chosen, rejected = (value_at(row, name) for name in responses)
+    parsed = [messages_or_text(item) for item in (chosen, rejected)]
+    if all(isinstance(item, list) for item in parsed):
+        # Otherwise the task is to write such JSON, and only one response did.
+        chosen, rejected = parsed
     return RawPair(
         prompt=start,
         chosen=chosen,
