@@ -37,6 +37,26 @@ def test_leak_mask_against_a_search(columns):
     assert leak_mask(scope, role, pair).tolist() == expected
 
 
+@given(small, st.tuples(st.booleans(), st.booleans(), st.booleans()))
+def test_leak_mask_between_pairs_and_thumbs(columns, thumb_of_role):
+    """Oracle: two pairs are the same by both responses, a thumb is on one of them. Pair k of 6 has responses
+    k and k + 1, or, as a thumb, k alone; so pairs share a response without being the same."""
+    scope, role, pair, _ = columns
+    thumb = np.array(thumb_of_role)[role]
+    responses = np.stack([pair, pair + np.where(thumb, 0, 1).astype(np.uint64)], axis=1)
+    hashes = np.where(thumb, pair, pair + 10)
+
+    def same(j, k):
+        shared = set(responses[j].tolist()) & set(responses[k].tolist())
+        return hashes[j] == hashes[k] if thumb[j] == thumb[k] else bool(shared)
+
+    rows = range(len(scope))
+    expected = [
+        any(scope[j] == scope[k] >= 0 and role[j] > role[k] and same(j, k) for j in rows) for k in rows
+    ]
+    assert leak_mask(scope, role, hashes, responses).tolist() == expected
+
+
 def test_the_opposite_preference_is_no_duplicate_but_leaks():
     """A pair is labelled both ways. It is no duplicate, but it leaks if one of the two is a test pair."""
     scope, pair = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.uint64)

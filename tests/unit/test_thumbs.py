@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from prefed.core import NO_MINIMUM, Key, Privacy
 from prefed.data import DataConfig, DataError, Record, SelectorConfig, build_dataset
 from prefed.data.statistics import dataset_statistics
 from prefed.data.tokens import pair_hash, thumbs
+from prefed.runs.loaded_run import _trained_on
 from prefed.train.metrics import ThumbScores, federated_metrics, thumb_metrics
 from prefed.ui.pages.terminal import print_dataset_statistics
 from preferences import jsonl, tokenizer
@@ -156,6 +158,50 @@ def test_pairs_and_thumbs_are_not_mixed(tmp_path):
     )
     dataset = build_dataset(apart, tokenizer(), Key(0), tmp_path / "apart")
     assert thumbs(dataset.tokens.lengths).tolist() == [1, 0]
+
+
+PAIRS = [
+    {"prompt": "Q0:", "chosen": " a0", "rejected": " b", "client": "ann"},
+    {"prompt": "Q1:", "chosen": " b", "rejected": " a1", "client": "ann"},
+    {"prompt": "Q2:", "chosen": " b", "rejected": " c", "client": "ann"},
+    {"prompt": "Q3:", "chosen": " a3", "rejected": " c", "client": "bob"},
+]
+THUMBS = [thumb(k, k % 2 == 0) for k in range(6)] + [thumb(4, True, client="bob")]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "duplicates", "leaks", "left"),
+    [
+        (THUMBS, PAIRS, "drop", 2, ["Q2:", "Q3:", "Q4:", "Q5:"]),
+        (THUMBS, PAIRS, "drop_tested", 3, ["Q2:", "Q4:", "Q5:"]),
+        (PAIRS, THUMBS, "drop", 2, ["Q2:"]),
+    ],
+)
+def test_what_is_tested_on_is_not_trained_on_as_another_kind(tmp_path, train, test, duplicates, leaks, left):
+    """Ann's thumbs 0 and 1 are on the chosen and the rejected response of her pairs 0 and 1, and thumb 2 is
+    on neither. Thumb 3 is on a response of bob's pair, which counts if all clients are compared."""
+    given = {"test": str(jsonl(tmp_path / "test.jsonl", test)), "duplicates": duplicates}
+    dataset = build(tmp_path, train, **given, test_fraction=None)
+    prompts = [dataset.tokens.record(row).prompt for row in dataset.clients["ann"].train]
+    assert (dataset.row_counts.leaks, prompts) == (leaks, left)
+
+
+def test_training_on_other_kinds_is_reported(tmp_path):
+    """Of four pairs, thumbs 0, 1 and 3 of ann are on a response, and of seven thumbs so are three; thumb 2
+    has another response than pair 2. Bob is tested on the last one."""
+    pairs, liked = build(tmp_path / "pairs", PAIRS), build(tmp_path / "thumbs", THUMBS)
+    for trained, tested in ((liked, pairs), (pairs, liked)):
+        run = SimpleNamespace(trainers=SimpleNamespace(dataset=trained))
+        (note,) = _trained_on(run, tested.tokens)
+        assert f"have trained on 3 of these {len(tested.tokens)} pairs" in note
+    test = str(jsonl(tmp_path / "test.jsonl", PAIRS))
+    statistics = dataset_statistics(build(tmp_path / "both", THUMBS, test=test, test_fraction=None))
+    assert [client.test_elsewhere for client in statistics.clients] == [0, 1]
+    assert statistics.test_trained == 1
+    out = io.StringIO()
+    print_dataset_statistics(statistics, Console(file=out, width=160))
+    assert re.search(r"test rows that another client trains on +1 of 4", out.getvalue())
+    assert "test thumbs" not in out.getvalue()
 
 
 def test_a_selector_refuses_thumbs(tmp_path):

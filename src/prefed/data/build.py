@@ -148,9 +148,10 @@ def _build(
     writer = TokenWriter(folder, encoder, errors=errors, codes=2)
     try:
         table = _read_rows(config, writer, errors, counts)
-        table, repeated = _deduplicate(config, table, writer)
+        responses = writer.response_hashes()
+        table, repeated = _deduplicate(config, table, writer, responses)
         assignment = assign_clients(config.partition, table, key.at("partition"))
-        splits = split_clients(config, assignment, table, writer.column("pairs"), key)
+        splits = split_clients(config, assignment, table, writer.column("pairs"), key, responses)
         flipped = _flipped(config, assignment, splits.ids)
         findings = _findings(config, table, writer, splits, ignored)
         fingerprint = writer.finish(_flipped_rows(splits, flipped, len(writer)))
@@ -173,7 +174,9 @@ def _build(
     _write(folder, splits, flipped, fingerprint, row_counts, findings, inputs)
 
 
-def _deduplicate(config: DataConfig, table: RowTable, writer: TokenWriter) -> tuple[RowTable, dict[str, int]]:
+def _deduplicate(
+    config: DataConfig, table: RowTable, writer: TokenWriter, responses: NDArray[np.uint64] | None
+) -> tuple[RowTable, dict[str, int]]:
     """Mark duplicates, and training rows that are also test pairs, as unusable.
 
     If the data name the clients, rows are compared within each client; otherwise across the whole dataset.
@@ -195,7 +198,7 @@ def _deduplicate(config: DataConfig, table: RowTable, writer: TokenWriter) -> tu
         errors.raise_if_any()
     if config.duplicates == "keep":
         duplicates[:] = False
-    leaks = leak_mask(scope, table.role, pair) & ~duplicates
+    leaks = leak_mask(scope, table.role, pair, responses) & ~duplicates
     table = replace(table, usable=table.usable & ~duplicates & ~leaks)
     counts = {"duplicates": int(duplicates.sum()), "leaks": int(leaks.sum())}
     if not len(table.rows_of(0)):

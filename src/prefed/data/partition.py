@@ -489,11 +489,26 @@ def duplicate_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64], orientatio
     return mask & (scope >= 0)
 
 
-def leak_mask(scope: Ints, role: Ints, pair: NDArray[np.uint64]) -> Mask:
+def leak_mask(
+    scope: Ints, role: Ints, pair: NDArray[np.uint64], responses: NDArray[np.uint64] | None = None
+) -> Mask:
     """Mark rows whose pair also has a later role within the scope, ``bool [n]``.
 
     Roles are ordered train, validation, test. Which response is chosen does not matter.
+
+    Args:
+        responses: ``uint64 [n, 2]``, hashes of the prompt with either response, equal for a thumb. A thumb
+            on a response of a pair counts as the same pair. The rows of a role are all pairs or all thumbs.
     """
+    if responses is not None:
+        mask = leak_mask(scope, role, pair)
+        thumb = responses[:, 0] == responses[:, 1]
+        for two in ((0, 1), (0, 2), (1, 2)):
+            if thumb[role == two[0]].any() != thumb[role == two[1]].any():
+                at = np.flatnonzero(np.isin(role, two))
+                either = leak_mask(np.repeat(scope[at], 2), np.repeat(role[at], 2), responses[at].reshape(-1))
+                mask[at] |= either.reshape(-1, 2).any(axis=1)
+        return mask
     order = np.lexsort((role, pair, scope))
     last = np.ones(len(order), dtype=np.bool_)
     last[:-1] = (pair[order][1:] != pair[order][:-1]) | (scope[order][1:] != scope[order][:-1])
@@ -549,13 +564,19 @@ class ClientSplits:
 
 
 def split_clients(
-    config: DataConfig, assignment: Assignment, table: RowTable, pair: NDArray[np.uint64], key: Key
+    config: DataConfig,
+    assignment: Assignment,
+    table: RowTable,
+    pair: NDArray[np.uint64],
+    key: Key,
+    responses: NDArray[np.uint64] | None = None,
 ) -> ClientSplits:
     """Split the rows of each client into training, validation and test sets.
 
     Args:
         pair: ``uint64 [n]``, equal for equal pairs.
         key: randomness of the splits, and of the rows kept within ``config.limit``.
+        responses: see :func:`leak_mask`.
 
     Raises:
         DataError: no client has a training pair, or both the data and the settings define a split.
@@ -576,7 +597,7 @@ def split_clients(
         # All clients form one scope. The test pairs are known only after the splits are drawn.
         scope = np.full(len(pair), -1, dtype=np.int64)
         scope[usable] = 0
-        role[leak_mask(scope, role, pair)] = _NO_ROLE
+        role[leak_mask(scope, role, pair, responses)] = _NO_ROLE
         counts["leaks"] = int((role[usable] == _NO_ROLE).sum())
     ids: list[str] = []
     # One array for all clients takes less memory than many small ones.

@@ -13,7 +13,7 @@ from prefed.core.random_keys import Key
 from prefed.core.strict_settings import StrictModel
 from prefed.data.dataset import FederatedDataset, RowCounts
 from prefed.data.partition import duplicate_mask
-from prefed.data.tokens import TokenSet, thumbs
+from prefed.data.tokens import TokenSet, comparable, thumbs
 
 
 class Lengths(StrictModel):
@@ -188,6 +188,13 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
     client, test_client = (np.repeat(np.arange(len(clients)), counts) for counts in (sizes, test_sizes))
     prompts, pairs, side = (np.asarray(c)[train] for c in (tokens.prompts, tokens.pairs, tokens.orientations))
     test_prompts, test_pairs = np.asarray(tokens.prompts)[test], np.asarray(tokens.pairs)[test]
+    test_keys, keys = comparable(tokens, test, tokens, train)
+    width = keys.shape[1]
+    elsewhere = overlap_mask(
+        *(test_keys.reshape(-1), np.repeat(test_client, width)),
+        *(keys.reshape(-1), np.repeat(client, width)),
+        same_client=False,
+    )
     train_masks = {
         "duplicates": duplicate_mask(client, np.zeros_like(client), pairs, side),
         "shared_prompts": shared_mask(prompts, client),
@@ -196,7 +203,7 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
     }
     test_masks = {
         "test_prompts": overlap_mask(test_prompts, test_client, prompts, client, same_client=True),
-        "test_elsewhere": overlap_mask(test_pairs, test_client, pairs, client, same_client=False),
+        "test_elsewhere": np.asarray(elsewhere.reshape(-1, width).any(axis=1)),
     }
     category = np.asarray(tokens.categories)[train]
     category_pool = np.bincount(category[category >= 0], minlength=len(tokens.category_names))
@@ -248,7 +255,7 @@ def dataset_statistics(dataset: FederatedDataset) -> DatasetStatistics:
         shared_prompts=len(np.unique(prompts[train_masks["shared_prompts"]])),
         shared_pairs=len(np.unique(pairs[train_masks["shared_pairs"]])),
         contradictions=len(np.unique(pairs[train_masks["contradictions"]])),
-        test_trained=int(np.isin(np.unique(test_pairs), pairs).sum()),
+        test_trained=len(np.unique(test_pairs[np.isin(test_keys, keys).any(axis=1)])),
         category_distance=_mean([client.category_distance for client in each], sizes),
         token_distance=_mean([client.token_distance for client in each], sizes) or 0.0,
         random_category_distance=_mean([distance for distance, _ in random], sizes),

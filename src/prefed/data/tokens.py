@@ -332,6 +332,14 @@ class TokenWriter:
             self._columns[name].flush()
         return np.fromfile(column_path(self._folder, name), dtype=COLUMNS[name])
 
+    def response_hashes(self) -> NDArray[np.uint64] | None:
+        """Return the :func:`response_hashes` of the flushed rows, ``None`` if all are of one kind."""
+        if len(np.unique(thumbs(self.column("lengths").reshape(-1, 3)) == 0)) < 2:
+            return None
+        self._records.flush()
+        with (self._folder / RECORDS).open("rb") as lines:
+            return response_hashes(map(Record.from_json, lines))
+
     def finish(self, flipped: NDArray[np.bool_] | None = None) -> str:
         """Write the columns and the manifest, and return the fingerprint.
 
@@ -432,6 +440,32 @@ def prompt_hash(prompt: Prompt) -> int:
 def pair_hash(record: Record) -> int:
     """Return the value of :attr:`TokenSet.pairs` for a pair, regardless of which response is chosen."""
     return _hash64(_text(record.prompt), *sorted((record.chosen, record.rejected)))
+
+
+def response_hashes(records: Iterable[Record]) -> NDArray[np.uint64]:
+    """Return the :func:`pair_hash` of a thumb on either response, ``uint64 [n, 2]``; equal for a thumb."""
+    values = (
+        _hash64(_text(record.prompt), "", text)
+        for record in records
+        for text in (record.chosen or record.rejected, record.rejected or record.chosen)
+    )
+    return np.fromiter(values, dtype=np.uint64).reshape(-1, 2)
+
+
+def comparable(
+    one: TokenSet, rows: NDArray[np.int64], other: TokenSet, other_rows: NDArray[np.int64]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return hashes ``[n, k]`` and ``[m, k]`` of the rows of two sets; the same feedback shares one of them.
+
+    Pairs are compared with pairs, and thumbs with thumbs and with either response of pairs.
+    """
+    parts = ((one, rows), (other, other_rows))
+    kinds = {bool(thumbs(tokens.lengths[at]).all()) for tokens, at in parts if len(at)}
+    first, second = (
+        response_hashes(map(tokens.record, at)) if len(kinds) > 1 else np.asarray(tokens.pairs)[at, None]
+        for tokens, at in parts
+    )
+    return first, second
 
 
 def _text(prompt: Prompt) -> str:

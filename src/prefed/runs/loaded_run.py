@@ -21,6 +21,7 @@ from prefed.data.config import ByColumn, ByFile, Partition
 from prefed.data.errors import ErrorCollector
 from prefed.data.partition import partition_value
 from prefed.data.sources import ReadCounts, read_records
+from prefed.data.tokens import comparable
 from prefed.engines import Job
 from prefed.models import Backbone
 from prefed.runs.build import (
@@ -391,6 +392,7 @@ def _trained_on(run: LoadedRun, tokens: TokenSet) -> list[str]:
     """Return a note if the run has trained on some of the pairs."""
     dataset = run.trainers.dataset
     rows = np.concatenate([data.train for data in dataset.clients.values()])
-    count = int(np.isin(tokens.pairs, dataset.tokens.pairs[rows]).sum())
+    tested, trained = comparable(tokens, np.arange(len(tokens)), dataset.tokens, rows)
+    count = int(np.isin(tested, trained).any(axis=1).sum())
     note = f"clients of the run have trained on {count:,} of these {len(tokens):,} pairs"
     return [note] if count else []

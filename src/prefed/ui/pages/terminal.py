@@ -380,9 +380,10 @@ def print_dataset_statistics(statistics: DatasetStatistics, console: Console) ->
     console.print(
         "prompt, response: tokens (median/95%/max). JSD: distance from all clients' pairs together, 0 to 1."
     )
-    unit = "thumbs" if thumbs else "pairs"
-    facts = _dataset_rows(statistics, categorised)
-    whole = [(name.replace("pairs", unit), [text]) for name, text in facts]
+    whole = [(name, [text]) for name, text in _dataset_rows(statistics, categorised)]
+    if thumbs:
+        # Test rows may be pairs.
+        whole = [(n.replace("test pairs", "test rows").replace("pairs", "thumbs"), t) for n, t in whole]
     console.print(terminal(Table("", ["all clients", ""], whole)))
 
 
