@@ -146,6 +146,24 @@ def test_evaluate_a_file_gives_each_client_its_own_rows(place, tmp_path):
     assert figures["notes"] == ["left out: 2 pairs belong to no client of the run"]
 
 
+@pytest.mark.parametrize("table", [False, True])
+def test_evaluate_reads_a_file_with_the_options_of_the_runs_sources(place, tmp_path, table):
+    """The columns of each source swap chosen and rejected and name the client. The run's own test rows give its
+    accuracy again; with default columns, they would have no client, and an accuracy of 1 minus it."""
+    columns = {"prompt": "prompt", "chosen": "rejected", "rejected": "chosen", "client": "worker"}
+    tree = small_experiment(place)
+    tree["data"]["partition"]["column"] = "client"
+    for role in ("train", "test"):
+        source = {"path": tree["data"][role], "columns": columns}
+        tree["data"][role] = {"a": source} if table else source
+    tree["method"] |= {"name": "local", "lr": 0.1}
+    run_experiment(Experiment.model_validate(tree), tmp_path / "run")
+    before = summary(tmp_path / "run")["preference_accuracy"]
+    assert before["mean"] != 0.5
+    words = ("evaluate", tmp_path / "run", "--test", place / "test.jsonl", "--json")
+    assert json.loads(prefed_(*words))["preference_accuracy"] == before
+
+
 def test_evaluate_a_file_for_everyone(place, opened):
     """One shared model is judged once on all rows: half of them agree with each worker, so its accuracy is
     the mean of its accuracies on the two halves. Models of their own are judged one by one."""

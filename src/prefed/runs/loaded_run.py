@@ -17,7 +17,7 @@ from prefed.core import Download, Method, State, Tensors, files, plugins
 from prefed.core.text import did_you_mean, listed
 from prefed.data import ClientSizes, DataError, FederatedDataset, Source, TokenSet, TokenWriter, make_encoder
 from prefed.data.build import client_of
-from prefed.data.config import ByColumn, ByFile, Partition
+from prefed.data.config import ByColumn, ByFile, DataConfig, Partition
 from prefed.data.errors import ErrorCollector
 from prefed.data.partition import partition_value
 from prefed.data.sources import ReadCounts, read_records
@@ -334,7 +334,7 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     writer = TokenWriter(folder, encoder, errors=errors, codes=1)
     strangers, by_file = 0, isinstance(config.partition, ByFile)
     try:
-        for record, location in read_records(Source(path=file), config, "test", None, errors, counts):
+        for record, location in read_records(_source(config, file), config, "test", None, errors, counts):
             try:
                 named = client_of(Path(location.file), Path(file).expanduser()) if by_file else None
                 client = 0 if groups is None else groups.get(partition_value(config.partition, record, named))
@@ -367,6 +367,15 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     }
     notes = [f"left out: {count:,} {why}" for why, count in skipped_pairs.items() if count]
     return NewPairs(tokens, rows, groups is None, (*notes, *_trained_on(run, tokens)))
+
+
+def _source(config: DataConfig, file: str) -> Source:
+    """Return ``file`` with the options of the run's test sources, else of its training ones, if they agree."""
+    sources = config.test or config.train
+    place = {"path": file, "subset": None, "split": None, "revision": None}
+    given = sources.values() if isinstance(sources, dict) else (sources,)
+    first, *rest = (source.model_copy(update=place) for source in given)
+    return first if all(source == first for source in rest) else Source(path=file)
 
 
 def _groups(partition: Partition, clients: tuple[str, ...]) -> Mapping[str, int] | None:
