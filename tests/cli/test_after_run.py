@@ -17,6 +17,8 @@ from prefed import run as run_experiment
 from prefed.runs.evaluate import evaluate
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import load_run
+from prefed.runs.responses import Models
+from prefed.train.generation import Sampling
 from prefed.ui.cli import app
 
 ACCURACIES = ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy")
@@ -148,8 +150,8 @@ def test_evaluate_a_file_gives_each_client_its_own_rows(place, tmp_path):
 
 @pytest.mark.parametrize("table", [False, True])
 def test_evaluate_reads_a_file_with_the_options_of_the_runs_sources(place, tmp_path, table):
-    """The columns of each source swap chosen and rejected and name the client. The run's own test rows give its
-    accuracy again; with default columns, they would have no client, and an accuracy of 1 minus it."""
+    """The columns of each source swap chosen and rejected and name the client. The run's own test rows give
+    its accuracy again; with default columns, they would have no client, and an accuracy of 1 minus it."""
     columns = {"prompt": "prompt", "chosen": "rejected", "rejected": "chosen", "client": "worker"}
     tree = small_experiment(place)
     tree["data"]["partition"]["column"] = "client"
@@ -326,6 +328,45 @@ def test_generate_takes_the_likeliest_tokens_of_both_models(place, opened):
                 break
         assert responses[name] == tokenizer.decode(ids[0, start.shape[1] :], skip_special_tokens=True)
     assert responses["base"] != responses["aligned"]
+
+
+@pytest.fixture(scope="module")
+def dialogue(place, tmp_path_factory):
+    """A run without cache/ on data with Human and Assistant, and a way to form a prompt with it."""
+    folder = tmp_path_factory.mktemp("dialogue")
+    for name in ("train", "test"):
+        own = [
+            dict(row, prompt=f"\n\nHuman: {row['prompt']}\n\nAssistant:")
+            for row in rows(place / f"{name}.jsonl")
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    tree = small_experiment(folder)
+    tree["rounds"], tree["model"]["name"] = 1, str(place / "model")
+    run_experiment(Experiment.model_validate(tree), folder / "run")
+    shutil.rmtree(folder / "run/cache")
+    return folder
+
+
+def test_prompts_keep_the_form_of_the_data_without_cache(dialogue):
+    """The form is that of the run's data, which is still there: the tokens of the whole dialogue."""
+    run = load_run(dialogue / "run")
+    ids = Models(run, Sampling()).own(None).ids("Case 3:")
+    assert run.backbone.tokenizer.decode(ids) == "\n\nHuman: Case 3:\n\nAssistant:"
+    assert not (dialogue / "run/cache").exists()
+
+
+def test_prompts_without_data_are_used_unchanged_with_a_warning(dialogue, tmp_path, caplog):
+    """With ``raw``, no data are needed and nothing is said."""
+    shutil.move(dialogue / "train.jsonl", tmp_path / "train.jsonl")
+    try:
+        run = load_run(dialogue / "run")
+        for raw in (True, False):
+            assert "are used unchanged" not in caplog.text
+            ids = Models(run, Sampling(), raw=raw).own(None).ids("Case 3:")
+            assert run.backbone.tokenizer.decode(ids) == "Case 3:"
+        assert "the pairs of the run are not on this machine: prompts are used unchanged" in caplog.text
+    finally:
+        shutil.move(tmp_path / "train.jsonl", dialogue / "train.jsonl")
 
 
 def test_generate_draws_by_the_seed_alone(place):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,18 @@ from prefed.config import ConfigError, Experiment
 from prefed.config.file import allow_code
 from prefed.core import Download, Method, State, Tensors, files, plugins
 from prefed.core.text import did_you_mean, listed
-from prefed.data import ClientSizes, DataError, FederatedDataset, Source, TokenSet, TokenWriter, make_encoder
+from prefed.data import (
+    ClientSizes,
+    DataError,
+    FederatedDataset,
+    Message,
+    Prompt,
+    Source,
+    Template,
+    TokenSet,
+    TokenWriter,
+    make_encoder,
+)
 from prefed.data.build import client_of
 from prefed.data.config import ByColumn, ByFile, DataConfig, Partition
 from prefed.data.errors import ErrorCollector
@@ -38,6 +51,8 @@ from prefed.runs.start_or_resume import CODE, absent_code, changed_code, setting
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
 from prefed.train.pair_trainer import PairTrainer, PairTrainerFactory
+
+_log = logging.getLogger("prefed")
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,26 @@ class LoadedRun:
             responses=response_encoder(experiment, backbone),
             examples=example_encoder(experiment, backbone),
         )
+
+    @cached_property
+    def example(self) -> Prompt | None:
+        """A prompt of the run's data, whose format typed prompts take; see :func:`as_prompt`.
+
+        It is read from the sources if the tokens were deleted. Without pairs, it is a user turn if the model
+        has a chat template, else ``None``, with a warning.
+        """
+        dataset, config = self.trainers.dataset, self.experiment.data
+        if dataset.has_pairs:
+            return dataset.tokens.record(0).prompt
+        if not self.record.sites:
+            (role, name, source), errors = config.sources()[0], ErrorCollector(count_only=True)
+            with suppress(DataError):
+                for record, _ in read_records(source, config, role, name, errors, ReadCounts()):
+                    return record.prompt
+        chat = Template(self.backbone.tokenizer, config.template).chat
+        form = "become user turns of the chat template" if chat else "are used unchanged"
+        _log.warning("%s: the pairs of the run are not on this machine: prompts %s", self.record.path, form)
+        return (Message("user", ""),) if chat else None
 
     def check(self, client: str) -> str:
         """Return ``client``, if the run has it.
@@ -370,7 +405,7 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
 
 
 def _source(config: DataConfig, file: str) -> Source:
-    """Return ``file`` with the options of the run's test sources, else of its training ones, if they agree."""
+    """Return ``file`` with the options of the run's test sources, else training sources, if they agree."""
     sources = config.test or config.train
     place = {"path": file, "subset": None, "split": None, "revision": None}
     given = sources.values() if isinstance(sources, dict) else (sources,)

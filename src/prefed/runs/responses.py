@@ -179,16 +179,12 @@ class ModelSide:
         return prompt_ids(self.backbone.tokenizer, self._template, self._formed(prompt))
 
     def _formed(self, prompt: Prompt) -> Prompt:
-        return as_prompt(prompt, self._example, raw=self.raw) if isinstance(prompt, str) else prompt
+        # The example is needed, and may be read, only to format a text.
+        return as_prompt(prompt, self.run.example) if isinstance(prompt, str) and not self.raw else prompt
 
     @cached_property
     def _template(self) -> Template:
         return Template(self.backbone.tokenizer, self.run.experiment.data.template)
-
-    @cached_property
-    def _example(self) -> Any:
-        dataset = self.run.trainers.dataset
-        return dataset.tokens.record(0).prompt if dataset.has_pairs else None
 
 
 def responder(config: EndpointConfig) -> Endpoint:
