@@ -167,6 +167,7 @@ def test_a_run_against_reference_answers(runs, place):
     assert (result["ties"], result["judged"], result["failed"]) == (outcomes.count(0.5), PROMPTS, 0)
     assert len(server.requests) == 2 * PROMPTS
     assert json.loads((folder / "summary.json").read_text()) == result
+    assert result["round"] == 1
 
 
 def test_a_judge_that_always_says_a_decides_nothing(runs, place):

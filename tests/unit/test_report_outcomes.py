@@ -111,13 +111,24 @@ def test_a_page_has_the_win_rate_its_interval_and_its_note(tmp_path: Path) -> No
 def test_the_first_prompts_are_shown_and_the_last_verdict_of_each_counts(tmp_path: Path) -> None:
     """The rows stand in the order of judging: ties without a question first, repeats later."""
     rows = [verdict(6), verdict(9), *(verdict(k) for k in (5, 1, 4, 3, 2)), verdict(3, result="loss")]
-    (judged,) = judged_of(judged_run(tmp_path / "run", *rows))
+    (judged,) = judged_of(read_run(judged_run(tmp_path / "run", *rows)))
     assert [each.prompt for each in judged.examples] == [f"prompt {k}" for k in range(1, EXAMPLES + 1)]
     assert [each.outcome for each in judged.examples] == ["win", "win", "loss", "win"]
 
 
+@pytest.mark.parametrize(("number", "named"), [(1, "feddpo after round 1"), (2, "feddpo"), (None, "feddpo")])
+def test_a_comparison_of_an_earlier_round_says_so(tmp_path: Path, number: int | None, named: str) -> None:
+    """The run has two rounds, so round 1 was judged before it continued; old comparisons have no round."""
+    path = judged_run(tmp_path / "run", **({} if number is None else {"round": number}))
+    page, console = render(read_run(path)), Console(file=io.StringIO(), width=250)
+    print_comparison([read_run(path), read_run(write_run(tmp_path / "other"))], console)
+    for text in (page, console.file.getvalue()):
+        assert re.search(rf"{named} against base", text)
+        assert ("after round" in text) == (number == 1)
+
+
 def test_a_plot_has_a_point_and_its_interval(tmp_path: Path) -> None:
-    chart = judged_chart(judged_of(judged_run(tmp_path / "run")))
+    chart = judged_chart(judged_of(read_run(judged_run(tmp_path / "run"))))
     assert chart is not None
     (panel,) = chart.panels
     interval, point = panel.shown
@@ -153,7 +164,7 @@ def test_a_comparison_under_way_is_none(tmp_path: Path) -> None:
     with (path / "judge/n/verdicts.jsonl").open("a") as file:
         file.write('{"row": 2, "prom')
     lines(path / "judge/m/verdicts.jsonl", verdict(1))
-    (judged,) = judged_of(path)
+    (judged,) = judged_of(read_run(path))
     assert len(judged.examples) == 1
 
 

@@ -69,6 +69,7 @@ class _Judged(_Schema):
     judged: int
     failed: int
     note: str
+    round: int | None = None
 
 
 _Point = Annotated[list[float], Field(min_length=2, max_length=2)]
@@ -514,17 +515,23 @@ class Outcome:
     examples: tuple[Example, ...]
 
 
-def judged_of(run: Path) -> list[Outcome]:
+def judged_of(run: RunRecord) -> list[Outcome]:
     """Return the finished comparisons under ``RUN/judge`` that this user can read, by name.
+
+    If the run has continued since a comparison, the name of its model says after which round it was judged.
 
     Raises:
         RunError: a file is damaged.
     """
-    return [
-        Outcome(_read(path, json.loads, _Judged), _verdicts(path.with_name("verdicts.jsonl")))
-        for path in sorted((run / "judge").glob("*/summary.json"))
-        if os.access(path, os.R_OK)
-    ]
+    found = []
+    for path in sorted((run.path / "judge").glob("*/summary.json")):
+        if os.access(path, os.R_OK):
+            summary = _read(path, json.loads, _Judged)
+            number = summary.get("round")
+            if number not in (None, run.summary["rounds"]):
+                summary["model"] += f" after round {number}"
+            found.append(Outcome(summary, _verdicts(path.with_name("verdicts.jsonl"))))
+    return found
 
 
 def alignment_of(run: Path) -> Outcome | None:

@@ -164,7 +164,7 @@ def judge(
         text = f"responses of {name} are from {server['model']} at {server['url']}, not bit-reproducible"
         summary["note"] = "; ".join(filter(None, (summary["note"], text)))
     about = {"judge": how.judge, "taste": taste, "model": own.name, "against": other.name}
-    summary = {"name": folder.name, **about, **summary}
+    summary = {"name": folder.name, **about, "round": run.reader.commit.round, **summary}
     files.write(
         folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False).encode(), mode=0o600
     )

@@ -84,9 +84,7 @@ def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
 
 
 def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
-    judged = [
-        (n, e.summary) for n, run in zip(names, compared.runs, strict=True) for e in judged_of(run.path)
-    ]
+    judged = [(n, e.summary) for n, run in zip(names, compared.runs, strict=True) for e in judged_of(run)]
     some = (
         runs_table(compared, names),
         reward_table(compared.runs, names),

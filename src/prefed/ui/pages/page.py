@@ -68,7 +68,7 @@ def write_page(run: RunRecord, path: Path, unfinished: Unfinished | None = None)
 
     Only the owner can read a page that quotes responses or shows latent tastes.
     """
-    judged = judged_of(run.path)
+    judged = judged_of(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = 0o600 if run.tastes or run.answers or any(each.examples for each in judged) else 0o666
     files.write(path, _render(run, judged, unfinished).encode(), mode=mode)
@@ -90,7 +90,7 @@ def render(run: RunRecord) -> str:
     Raises:
         RunError: a file of a judge or of an alignment is damaged.
     """
-    return _render(run, judged_of(run.path), None)
+    return _render(run, judged_of(run), None)
 
 
 def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | None) -> str:
