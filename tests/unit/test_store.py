@@ -122,12 +122,14 @@ def test_somebody_elses_directory_is_left_alone(tmp_path):
 
 
 def test_a_start_that_failed_may_be_started_again(tmp_path):
-    """Before the first commit there is an experiment and a cache; an experiment alone may be anybody's."""
+    """Before the first commit there is an experiment and a cache, and a page if the run is watched; an
+    experiment alone may be anybody's."""
     for resume in (False, True):
         run = tmp_path / str(resume)
         with RunWriter(run) as store:
             store.write_config("seed = 2\n")
         (run / "cache").mkdir()
+        (run / "report.html").write_text("round 0")
         play(run, 1, resume)
         assert (run / "config.toml").read_text() == "seed = 1\n"
     (tmp_path / "mine").mkdir()
@@ -135,6 +137,15 @@ def test_a_start_that_failed_may_be_started_again(tmp_path):
     for resume in (False, True):
         with pytest.raises(StoreError, match=r"'config\.toml' instead of a run.*; choose another"):
             RunWriter(tmp_path / "mine", resume=resume)
+
+
+def test_the_page_of_a_start_that_was_taken_back_is_no_obstacle(tmp_path):
+    """A start that fails leaves nothing behind, but who watches it writes its page, even afterwards."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/report.html").write_text("round 0")
+    with pytest.raises(StoreError, match="contains no run to resume"):
+        RunWriter(tmp_path / "run", resume=True)
+    play(tmp_path / "run", 1)
 
 
 def test_resuming_nothing_is_refused_with_the_runs_beside_it(tmp_path):

@@ -17,6 +17,9 @@ from prefed.store.commit import StoreError
 LOG = "run.log"
 """The log of a run in plain text, which is not part of a commit."""
 
+PAGE = "report.html"
+"""The page of a run, which ``prefed report --watch`` writes even before the first commit."""
+
 _START = {
     LOG,
     "config.toml",
@@ -182,4 +185,4 @@ def _contents(run: Path) -> set[str]:
     for folder, prefix in ((run, ""), (run / "checkpoint", "checkpoint/")):
         if folder.is_dir():
             names |= {prefix + path.name for path in folder.iterdir() if path.suffix != files.TEMPORARY}
-    return names - {"checkpoint", "checkpoint/clients", "checkpoint/nodes"}
+    return names - {"checkpoint", "checkpoint/clients", "checkpoint/nodes", PAGE}

@@ -159,7 +159,7 @@ def report(
         typer.Option("--watch", help="Rewrite the page after every round, until the run ends or Ctrl-C."),
     ] = False,
 ) -> None:
-    """Write a self-contained HTML page about a run, finished or not."""
+    """Write a self-contained HTML page about a finished run or, with --watch, a run in progress."""
     from prefed.runs.finished_run import read_run
     from prefed.ui.pages.page import write_page
     from prefed.ui.pages.watch import watch as watch_run
