@@ -1,6 +1,7 @@
 """A file of rows that one process appends to: what comes back, and what is noticed."""
 
 import json
+import re
 
 import pytest
 
@@ -45,7 +46,11 @@ def test_rows_without_a_digest_and_half_a_line(path):
 
 
 def test_a_name_of_a_file_has_room_in_a_file_system():
-    """255 bytes are the most, and a digest and an ending come after it."""
+    """255 bytes are the most, and a digest and an ending come after it. A cut name ends with 16 digits of the
+    whole text's digest, so that texts which differ only behind the cut have different names."""
     assert len(slug("安" * 200).encode()) <= 160
-    assert slug("安" * 200) == "安" * 53
-    assert slug("a" * 200) == "a" * 80
+    assert slug("安" * 53) == "安" * 53
+    assert slug("a" * 80) == "a" * 80
+    assert re.fullmatch("a{63}-[0-9a-f]{16}", slug("a" * 81))
+    assert len({slug("a" * 81), slug("a" * 82), slug("安" * 54), slug("安" * 55)}) == 4
+    assert slug(slug("a" * 81)) == slug("a" * 81)

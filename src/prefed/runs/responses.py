@@ -355,11 +355,13 @@ class Models:
 
 
 def slug(text: str) -> str:
-    """Convert a text to a part of a file name.
+    """Convert a text to a part of a file name. A long one is cut and ends with a digest of the text.
 
     >>> slug("endpoint:org/model:free"), slug("run, Zoë")
     ('endpoint-org-model-free', 'run-Zoë')
     """
-    name = "-".join("".join(c if c.isalnum() or c in "._" else " " for c in text).split())[:80]
+    name = "-".join("".join(c if c.isalnum() or c in "._" else " " for c in text).split())
     # File systems limit bytes, and a character has up to four.
-    return name.encode()[:160].decode(errors="ignore")
+    if len(name) <= 80 and len(name.encode()) <= 160:
+        return name
+    return f"{name[:63].encode()[:143].decode(errors='ignore')}-{files.digest(text.encode())}"
