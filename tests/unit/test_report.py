@@ -398,3 +398,12 @@ def test_many_clients_are_drawn_as_a_distribution(tmp_path):
     line = clients.ends(run).panels[0].shown[-1]
     assert [x for x, _ in line.points] == pytest.approx([k / 200 for k in range(200)])
     assert [y for _, y in line.points] == pytest.approx([(k + 1) / 200 for k in range(200)])
+
+
+def test_the_same_model_in_another_folder_is_comparable(tmp_path):
+    """The folder's name differs; the digest of the model decides."""
+    first = write_run(tmp_path / "a", fingerprint={"data": "x", "model": "m"})
+    settings = {"model": {"name": "moved"}}
+    for digest, count in (("m", 0), ("n", 1)):
+        other = write_run(tmp_path / digest, settings=settings, fingerprint={"data": "x", "model": digest})
+        assert len(disagreements([read_run(first), read_run(other)])) == count

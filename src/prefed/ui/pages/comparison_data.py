@@ -254,7 +254,10 @@ def disagreements(runs: Sequence[RunRecord]) -> dict[int, str]:
             why.append(f"evaluated on {run.split} pairs, not {first.split} pairs")
         elif not why and peer and run.clients != peer.clients:
             why.append("evaluated on other clients")
-        if run.config["model"]["name"] != first.config["model"]["name"]:
+        mine, theirs = (each.fingerprint.get("model") for each in (run, first))
+        # A model that was moved has another name, but the same digest.
+        moved = mine is not None and mine == theirs
+        if run.config["model"]["name"] != first.config["model"]["name"] and not moved:
             why.append("another base model")
         if why:
             reasons[index] = ", ".join(why)
