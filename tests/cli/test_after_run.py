@@ -390,6 +390,13 @@ def test_generate_prints_side_by_side_and_reads_standard_input(place):
     assert "aligned" in result.stdout
 
 
+def test_a_command_that_an_error_suggests_can_be_pasted(place, tmp_path):
+    """A shell reads the quoted path as one word."""
+    shutil.copytree(place / "feddpo", tmp_path / "my run")
+    with pytest.raises(RunError, match=r"prefed align '.*/my run' --prompts FILE"):
+        Models(load_run(tmp_path / "my run"), Sampling()).aligned_at(None)
+
+
 def test_a_prompt_longer_than_the_window_is_refused(place):
     refused = prefed_("generate", place / "feddpo", "--prompt", "word " * 100, code=1)
     assert "tokens but the model's context is 64; shorten it" in refused

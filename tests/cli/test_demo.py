@@ -14,19 +14,25 @@ from preferences import CHATML, tokenizer
 
 
 def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data, model, experiment and a finished run with its page; every path it prints is there; a second call
-    keeps the experiment file as the user changed it and runs into a new folder. With one core there is one
-    worker process, whose start takes longer than its work here."""
+    """Data, model, experiment and a finished run with its page; every path it prints is there, also one that
+    a shell would split and rich would style; a second call keeps the experiment file as the user changed it
+    and runs into a new folder. With one core there is one worker process, whose start takes longer than its
+    work here."""
+    words = ["demo", "--out", "my [b] demo"]
     for name, value in {"CLIENTS": 2, "TRAIN": 8, "TEST": 4, "TEXTS": 60, "STEPS": 3}.items():
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "prefed-demo" / "fedsdg.toml"
-    first = CliRunner().invoke(app, ["demo"])
+    file = tmp_path / "my [b] demo" / "fedsdg.toml"
+    first = CliRunner().invoke(app, words)
     assert first.exit_code == 0, first.output
     for word in ("oracle", "shared", "own", "before", "traffic "):
         assert word in first.output
-    run = tmp_path / "prefed-demo" / "run-fedsdg"
+    for text in (first.output, file.read_text()):
+        assert "prefed run 'my [b] demo/fedsdg.toml'" in text
+    assert "in my [b] demo; what they like" in first.output
+    assert "report: my [b] demo/run-fedsdg/report.html" in first.output
+    run = tmp_path / "my [b] demo" / "run-fedsdg"
     assert (run / "report.html").stat().st_size > 10_000
     summary = json.loads((run / "summary.json").read_text())
     assert summary["rounds"] == 10
@@ -43,16 +49,16 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
         changed = changed.replace(said, instead)
     file.write_text(changed)
     assert Experiment.load(file).method.name == "feddpo"
-    second = CliRunner().invoke(app, ["demo"])
+    second = CliRunner().invoke(app, words)
     assert second.exit_code == 0, second.output
     assert file.read_text() == changed
     again = json.loads((run.with_name("run-fedsdg-2") / "summary.json").read_text())
     assert (again["method"], again["rounds"]) == ("feddpo", 1)
 
-    own = tmp_path / "prefed-demo" / "train.jsonl"
+    own = tmp_path / "my [b] demo" / "train.jsonl"
     own.write_text('{"prompt": "p", "chosen": "c", "rejected": "r", "client": "x"}\n')
     mine = own.read_text()
-    third = CliRunner().invoke(app, ["demo"])
+    third = CliRunner().invoke(app, words)
     assert third.exit_code == 2
     assert "contains other pairs than this demo's: choose another --out" in third.output
     assert own.read_text() == mine

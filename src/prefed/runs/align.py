@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -222,7 +223,7 @@ def _warn_of_collapse(record: RunRecord, config: AlignConfig, callback: Callback
         f"the clients' tastes have collapsed: accuracy {tastes['own']:.3f} with their own taste, "
         f"{tastes['another']:.3f} with that of another client (tastes.json). Labels hardly depend on the "
         "taste, and a policy that takes tastes cannot learn differences; for remedies see: "
-        f"prefed report {record.path}"
+        f"prefed report {shlex.quote(str(record.path))}"
     )
 
 

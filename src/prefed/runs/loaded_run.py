@@ -257,7 +257,7 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
         names = ", ".join(sorted(set(record.sites.values())))
         raise RunError(
             f"{path}: the pairs of this run are stored at its sites ({names}); to evaluate a shared model on "
-            f"other pairs: prefed evaluate {path} --test FILE"
+            f"other pairs: prefed evaluate {shlex.quote(str(path))} --test FILE"
         )
     try:
         reader = RunReader(path, best=best)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any, Protocol
 
 import torch
@@ -235,7 +236,7 @@ class Models:
         if taste is not None and not self.takes_tastes:
             raise RunError(
                 f"{run.record.path} has no model that takes tastes; with a run of fedvpl or fedvpa: "
-                f"prefed align {run.record.path} --prompts FILE --set align.tastes=posteriors"
+                f"prefed align {quote(str(run.record.path))} --prompts FILE --set align.tastes=posteriors"
             )
         if self.takes_tastes and (taste or client) is not None:
             return self._tasting(client, taste)
@@ -251,7 +252,7 @@ class Models:
         if run.method.reads == "choice":
             raise RunError(
                 f"{run.record.path}: {run.method.name} trains selectors, which generate no text; "
-                f"align a model with them first: prefed align {run.record.path} --prompts FILE"
+                f"align a model with them first: prefed align {quote(str(run.record.path))} --prompts FILE"
             )
         if client is None:
             return self._laid_over(name, run.published_model)
@@ -266,8 +267,8 @@ class Models:
         run = self._run
         if not self.aligned and taste is None:
             raise RunError(
-                f"{run.record.path} has no aligned model; align one: prefed align {run.record.path} "
-                "--prompts FILE"
+                f"{run.record.path} has no aligned model; align one: "
+                f"prefed align {quote(str(run.record.path))} --prompts FILE"
             )
         if client is not None and not self.takes_tastes:
             raise RunError(f"{run.record.path}: the aligned model takes no tastes; leave out --client")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -136,7 +137,8 @@ def demo(
     except FileExistsError as error:
         raise UsageError(f"{error} than this demo's: choose another --out, or prefed run FILE") from None
     console.print(
-        f"{len(story.tastes)} clients, {story.pairs} preference pairs each, in {out}; what they like:"
+        f"{len(story.tastes)} clients, {story.pairs} preference pairs each, in {out}; what they like:",
+        markup=False,
     )
     for client, taste in story.tastes.items():
         console.print(f"  {client}: {taste}")
@@ -144,7 +146,7 @@ def demo(
         _make_model(out / "model", key, console)
     workers = min(2, os.cpu_count() or 1)
     if not file.exists():
-        text = EXPERIMENT.format(file=file, method=method, workers=workers, **story.settings)
+        text = EXPERIMENT.format(file=quote(str(file)), method=method, workers=workers, **story.settings)
         files.write(file, text.encode())
     path = _free_path(out / f"run-{method}")
     result = run(Experiment.load(file, []), path, callbacks=terminal(console))
@@ -156,9 +158,10 @@ def demo(
         for prompt, texts, _ in part.rows:
             print_responses(prompt, dict(zip(part.heads, texts, strict=True)), console)
     write_page(record, page)
-    console.print(f"report: {page}\nadapter: {result.adapter or 'none: see `prefed export`'}")
+    console.print(f"report: {page}\nadapter: {result.adapter or 'none: see `prefed export`'}", markup=False)
+    again = f"prefed run {quote(str(file))}"
     console.print(
-        f"experiment: {file}; change a line, e.g. the method, then: prefed run {file}", soft_wrap=True
+        f"experiment: {file}; change a line, e.g. the method, then: {again}", markup=False, soft_wrap=True
     )
     if console.quiet:
         typer.echo(f"{result_line(result.summary)} → {page}")
@@ -200,7 +203,7 @@ def _make_model(folder: Path, key: Key, console: Console) -> None:
             bar.update(task, completed=done, total=steps)
 
         make_tiny(folder, synthetic.corpus(key, TEXTS), key, steps=STEPS, progress=step)
-    console.print(f"a tiny language model, pretrained on similar text, in {folder}")
+    console.print(f"a tiny language model, pretrained on similar text, in {folder}", markup=False)
 
 
 def _free_path(folder: Path) -> Path:
