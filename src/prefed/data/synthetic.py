@@ -213,7 +213,7 @@ def write(folder: Path, records: Sequence[Record], replace: bool = True) -> None
     ``extra`` is written as separate columns.
 
     Raises:
-        FileExistsError: without ``replace``, one of them exists with other content; nothing is written.
+        ValueError: without ``replace``, one of them exists with other content; nothing is written.
     """
     parts: dict[Path, str] = {}
     for record in records:
@@ -223,7 +223,7 @@ def write(folder: Path, records: Sequence[Record], replace: bool = True) -> None
         parts[path] = parts.get(path, "") + json.dumps(row, ensure_ascii=False) + "\n"
     for path, text in parts.items():
         if not replace and path.exists() and path.read_bytes() != text.encode():
-            raise FileExistsError(f"{path} contains other pairs")
+            raise ValueError(f"{path} contains other pairs")
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in parts.items():
         files.write(path, text.encode())

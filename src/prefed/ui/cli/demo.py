@@ -134,7 +134,7 @@ def demo(
         raise UsageError(f"{file} trains another model, {other}: choose another --out")
     try:
         synthetic.write(out, story.records, replace=False)
-    except FileExistsError as error:
+    except ValueError as error:
         raise UsageError(f"{error} than this demo's: choose another --out, or prefed run FILE") from None
     console.print(
         f"{len(story.tastes)} clients, {story.pairs} preference pairs each, in {out}; what they like:",
