@@ -109,14 +109,14 @@ def decode_state(data: bytes) -> State:
     Raises:
         WireError: ``data`` is damaged or not a state.
     """
-    header, groups = _open(data, "state")
+    # States are prefed's own, so that nobody else can fill the cache of layouts.
+    header, groups = _open(data, "state", _layout)
     return State(groups, _field(header, "values", dict))
 
 
 def decode_download(data: bytes) -> Download:
     """Decode a download from :func:`encode`. Raises as :func:`decode_state`."""
-    # Without the layout cache, which a hub could fill.
-    header, groups = _open(data, "download", _read_layout)
+    header, groups = _open(data, "download")
     return Download(groups, _scalars(header))
 
 
@@ -131,8 +131,7 @@ def decode_upload(data: bytes, most: tuple[int, int] | None = None) -> Upload:
         for what, size, limit in (("bytes", len(data), most[1]), ("bytes of header", length, most[0])):
             if size > limit:
                 raise WireError(f"the message has {size:,} {what}; expected at most {limit:,}")
-    # Without the layout cache, which clients could fill.
-    header, groups = _open(data, "upload", _read_layout)
+    header, groups = _open(data, "upload")
     weight = header.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise WireError("damaged message: 'weight' is missing or not a number")
@@ -173,7 +172,7 @@ def _open(
     for name, description in described.items():
         try:
             dtype, rows = description
-            layout = (layout_of or _layout)(json.dumps(rows))
+            layout = (layout_of or _read_layout)(json.dumps(rows))
             if dtype not in _FLOATING and dtype != _text(buffers[name].dtype):
                 raise ValueError(f"unexpected dtype {dtype}")
             groups[name] = Tensors(layout, buffers[name].to(getattr(torch, dtype)))

@@ -10,14 +10,22 @@ from prefed.config import ConfigError, Experiment, ReportConfig
 from prefed.core import Callback, Key, Tensors, files
 from prefed.core.records import RoundRecord
 from prefed.core.text import timed
-from prefed.data import Message, Template
+from prefed.data import Template
 from prefed.data.encoding import continuation_text
 from prefed.engines import Job
 from prefed.runs.finished_run import ANSWERS, RunRecord, read_answers
 from prefed.runs.loaded_run import LoadedRun, no_client
 from prefed.runs.summary import mean_models
 from prefed.store import RunReader, RunWriter
-from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches, prompt_ids, room_for
+from prefed.train.generation import (
+    Sampling,
+    as_prompt,
+    complete_batch,
+    length_batches,
+    prompt_form,
+    prompt_ids,
+    room_for,
+)
 from prefed.train.pair_trainer import PairTrainerFactory
 
 BATCH = 16
@@ -139,9 +147,7 @@ def _prompt_ids(experiment: Experiment, trainers: PairTrainerFactory) -> list[li
     assert experiment.report is not None
     backbone, dataset = trainers.backbone, trainers.dataset
     template = Template(backbone.tokenizer, experiment.data.template)
-    like = dataset.tokens.record(0).prompt if dataset.has_pairs else None
-    if not dataset.has_pairs and template.chat:
-        like = (Message("user", ""),)
+    like = dataset.tokens.record(0).prompt if dataset.has_pairs else prompt_form(template)
     prompts = (as_prompt(text, like) for text in experiment.report.prompts)
     ids = [prompt_ids(backbone.tokenizer, template, prompt) for prompt in prompts]
     for text, own in zip(experiment.report.prompts, ids, strict=True):

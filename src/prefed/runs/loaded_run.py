@@ -21,7 +21,6 @@ from prefed.data import (
     ClientSizes,
     DataError,
     FederatedDataset,
-    Message,
     Prompt,
     Source,
     Template,
@@ -50,6 +49,7 @@ from prefed.runs.reference import reference_folder
 from prefed.runs.start_or_resume import CODE, absent_code, changed_code, settings_digest
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
+from prefed.train.generation import prompt_form
 from prefed.train.pair_trainer import PairTrainer, PairTrainerFactory
 
 _log = logging.getLogger("prefed")
@@ -122,10 +122,10 @@ class LoadedRun:
             with suppress(DataError):
                 for record, _ in read_records(source, config, role, name, errors, ReadCounts()):
                     return record.prompt
-        chat = Template(self.backbone.tokenizer, config.template).chat
-        form = "become user turns of the chat template" if chat else "are used unchanged"
-        _log.warning("%s: the pairs of the run are not on this machine: prompts %s", self.record.path, form)
-        return (Message("user", ""),) if chat else None
+        form = prompt_form(Template(self.backbone.tokenizer, config.template))
+        how = "become user turns of the chat template" if form else "are used unchanged"
+        _log.warning("%s: the pairs of the run are not on this machine: prompts %s", self.record.path, how)
+        return form
 
     def check(self, client: str) -> str:
         """Return ``client``, if the run has it.

@@ -73,6 +73,11 @@ def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
     return text
 
 
+def prompt_form(template: Template) -> Prompt | None:
+    """Return the format of typed prompts if the data have none: a user turn of the chat template, if any."""
+    return (Message("user", ""),) if template.chat else None
+
+
 def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
     """Return the token ids of a prompt as in a run's data, including special tokens."""
     ids: list[int] = list(tokenizer(template.prompt(prompt), add_special_tokens=False)["input_ids"])

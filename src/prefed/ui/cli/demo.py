@@ -117,6 +117,7 @@ def demo(
     from prefed.models.pretrained import silence_transformers
     from prefed.runs.finished_run import read_run
     from prefed.runs.run import run
+    from prefed.store.directory import PAGE
     from prefed.ui.cli.models import print_responses
     from prefed.ui.pages.outcomes import answers
     from prefed.ui.pages.page import write_page
@@ -153,7 +154,7 @@ def demo(
     print_result(result.summary, console, story.more)
     if story.more:
         console.print("oracle: accuracy of a judge that knows each client's taste; labels are noisy")
-    record, page = read_run(result.path), result.path / "report.html"
+    record, page = read_run(result.path), result.path / PAGE
     for part in answers(record)[:1]:
         for prompt, texts, _ in part.rows:
             print_responses(prompt, dict(zip(part.heads, texts, strict=True)), console)

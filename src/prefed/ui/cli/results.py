@@ -161,10 +161,11 @@ def report(
 ) -> None:
     """Write a self-contained HTML page about a finished run or, with --watch, a run in progress."""
     from prefed.runs.finished_run import read_run
+    from prefed.store.directory import PAGE
     from prefed.ui.pages.page import write_page
     from prefed.ui.pages.watch import watch as watch_run
 
-    path = out or run / "report.html"
+    path = out or run / PAGE
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file for the page")
     if not watch:

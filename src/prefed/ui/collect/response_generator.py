@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from prefed.core import Key, files
-from prefed.data import Message, Prompt, Template
+from prefed.data import Prompt, Template
 from prefed.data.encoding import continuation_text
 from prefed.data.errors import RowError
 from prefed.data.record import plain_prompt
 from prefed.data.tokens import prompt_hash
 from prefed.models import Backbone
 from prefed.models.backbone import model_digest
-from prefed.train.generation import Sampling, as_prompt, complete_batch, prompt_ids
+from prefed.train.generation import Sampling, as_prompt, complete_batch, prompt_form, prompt_ids
 from prefed.ui.collect.pairs import CollectError, DrawnPairs
 from prefed.ui.collect.session import Session
 
@@ -52,8 +52,7 @@ class ModelResponder:
     ) -> None:
         self._backbone, self._how, self._key, self._raw = backbone, how, key, raw
         self._template = Template(backbone.tokenizer)
-        chat = (Message("user", ""),) if self._template.chat else None
-        self._like = chat if like is None else like
+        self._like = prompt_form(self._template) if like is None else like
         about = {"model": model_digest(backbone), "seed": key.path, **how.model_dump()}
         self.identity = files.digest(json.dumps([key.seed, about], sort_keys=True).encode())
 
