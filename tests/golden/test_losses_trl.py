@@ -72,15 +72,15 @@ def trainer(**settings: Any) -> SimpleNamespace:
 
 
 def run_dpo_trainer(
-    rows: Rows, loss_type: str, beta: float, smoothing: float, chosen: list[int]
+    rows: Rows, loss_type: str, beta: float, smoothing: float, chosen: list[int], **added: float
 ) -> tuple[Tensor, dict[str, list[float]]]:
-    """TRL's DPOTrainer loss over the given pairs, and what it logs."""
+    """TRL's DPOTrainer loss over the given pairs, and what it logs; ``added``: weights of further losses."""
     from trl.trainer.dpo_trainer import DPOTrainer
 
     index = torch.tensor([*chosen, *(SIZE + i for i in chosen)])
     stub = trainer(
-        loss_types=[loss_type],
-        loss_weights=[1.0],
+        loss_types=[loss_type, *added],
+        loss_weights=[1.0, *added.values()],
         beta=beta,
         label_smoothing=smoothing,
         ld_alpha=None,
@@ -114,6 +114,7 @@ def agree(ours: Tensor, theirs: Tensor) -> None:
         ("dpo", "sigmoid", 0.0),
         ("hinge", "hinge", 0.0),
         ("ipo", "ipo", 0.0),
+        ("dpo_norm", "sigmoid_norm", 0.0),
         ("robust", "robust", 0.3),
         # TRL smooths labels in "aot", which on one pair is the smoothed logistic loss itself.
         ("cdpo", "aot", 0.3),
@@ -140,6 +141,15 @@ def test_figures(rows: Rows) -> None:
         "reward_rejected": "rewards/rejected",
     }.items():
         assert float(figures[ours]) == pytest.approx(logged[theirs][0], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_rpo(rows: Rows, alpha: float) -> None:
+    """TRL's loss types ``["sigmoid", "sft"]`` with weights 1 and α, its former ``rpo_alpha``, pair by pair:
+    TRL averages over the tokens of a batch, the paper over those of each pair."""
+    ours = OBJECTIVES["rpo"](rows.batch(), {"beta": 0.3, "alpha": alpha})[0]
+    theirs = [run_dpo_trainer(rows, "sigmoid", 0.3, 0.0, [i], sft=alpha)[0] for i in range(SIZE)]
+    agree(ours, torch.stack(theirs))
 
 
 def test_sft(rows: Rows) -> None:

@@ -175,7 +175,7 @@ def everything(model) -> Ownership:
     return Ownership.of(model.layout, lambda entry: Owner.SHARED)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto_pair", "orpo"])
+@pytest.mark.parametrize("objective", ["dpo", "rpo", "kto_pair", "orpo"])
 def test_split_batches_equal_whole_ones(objective: str) -> None:
     """A batch that is split into groups moves the tensors like an unsplit one. This holds too where a pair's
     loss depends on the whole batch (KTO)."""

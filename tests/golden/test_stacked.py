@@ -52,7 +52,9 @@ def steps(visits: Visits, results: list[PhaseResult]) -> list[Tensors]:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("objective", [DPO, Objective("sft")], ids=lambda objective: objective.name)
+@pytest.mark.parametrize(
+    "objective", [DPO, Objective("rpo"), Objective("sft")], ids=lambda objective: objective.name
+)
 def test_gradients_equal_those_of_one_client_in_float64(family: str, objective: Objective) -> None:
     """SGD with rate 1 goes as far as the gradient. Other clients' rows change only how products are blocked,
     so the steps of every client agree to 1e-12 of their norm once all that is fp32 is computed in float64."""

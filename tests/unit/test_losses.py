@@ -79,6 +79,22 @@ LOG3 = math.log(3)
             pairs([LOG3], [-LOG3], margin=[LOG3 / 2]),
             [math.log(2)],
         ),
+        # The DPO loss of Δ = 2 log 3, and ½ · (20 − log 3) / 4 nats per token of the chosen response.
+        (
+            "rpo",
+            {"beta": 0.5, "alpha": 0.5},
+            pairs([LOG3], [-LOG3]),
+            [math.log(4 / 3) + (20 - LOG3) / 8],
+        ),
+        # The first chosen response gained: DPO's loss. The second lost log 3: 5 log 3 − 3 log 3 = 2 log 3.
+        (
+            "dpop",
+            {"beta": 0.5, "penalty": 3.0},
+            pairs([LOG3, -LOG3], [-LOG3, -6 * LOG3]),
+            [math.log(4 / 3), math.log(4 / 3)],
+        ),
+        # Per token log 3 / 3 − (−log 3 · 2 / 4) = 5/6 log 3, times 6/5.
+        ("dpo_norm", {"beta": 1.2}, pairs([LOG3], [-2 * LOG3], lengths=([3], [4])), [math.log(4 / 3)]),
         # 1 − 0.1 · (2 + 3) = 0.5; 1 − 0.1 · 20 < 0.
         ("hinge", {"beta": 0.1}, pairs([2.0, 10.0], [-3.0, -10.0]), [0.5, 0.0]),
         # Per token 3/3 − (−2/4) = 1.5, less 1/(2 · 1) = 0.5: 1².
@@ -260,11 +276,19 @@ def test_cdpo_is_least_at_the_labels_own_odds(epsilon: float, away: float) -> No
     assert OBJECTIVES["cdpo"](pairs([best + away], [0.0]), settings)[0] >= least - 1e-12
 
 
-@pytest.mark.parametrize("name", ["cdpo", "robust", "odpo"])
-def test_variants_without_their_twist_are_dpo(name: str) -> None:
-    twist = {"alpha": 0.0} if name == "odpo" else {"label_smoothing": 0.0}
+@pytest.mark.parametrize(
+    ("name", "twist"),
+    [
+        ("cdpo", "label_smoothing"),
+        ("robust", "label_smoothing"),
+        ("odpo", "alpha"),
+        ("rpo", "alpha"),
+        ("dpop", "penalty"),
+    ],
+)
+def test_variants_without_their_twist_are_dpo(name: str, twist: str) -> None:
     batch = wide(3)
-    torch.testing.assert_close(OBJECTIVES[name](batch, twist)[0], OBJECTIVES["dpo"](batch)[0])
+    torch.testing.assert_close(OBJECTIVES[name](batch, {twist: 0.0})[0], OBJECTIVES["dpo"](batch)[0])
 
 
 def test_figures() -> None:

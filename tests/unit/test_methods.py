@@ -41,7 +41,7 @@ def test_kinds_settings_and_methods_agree(kind):
         ({"local_steps": 3, "local_epochs": 2}, "exactly one of local_steps and local_epochs"),
         ({"betas": (0.9, 1.0)}, r"betas.1\n  Input should be less than 1 "),
         ({"schedule": "cosine", "lr_min": 1e-3}, "lr_min 0.001 is above lr 0.0001"),
-        ({"objective": "dop"}, "did you mean 'dpo'"),
+        ({"objective": "hing"}, "did you mean 'hinge'"),
         (
             {"objective_settings": {"label_smoothing": 0.1}},
             "has no setting 'label_smoothing'",

@@ -10,6 +10,8 @@ from prefed.train.losses.preference import (
     cdpo,
     choice,
     dpo,
+    dpo_norm,
+    dpop,
     hinge,
     ipo,
     kto,
@@ -18,6 +20,7 @@ from prefed.train.losses.preference import (
     orpo,
     pdpo,
     robust,
+    rpo,
     sft,
     simpo,
 )
@@ -48,6 +51,8 @@ __all__ = [
     "cdpo",
     "choice",
     "dpo",
+    "dpo_norm",
+    "dpop",
     "hinge",
     "ipo",
     "kto",
@@ -59,6 +64,7 @@ __all__ = [
     "reads_thumbs",
     "reward_metrics",
     "robust",
+    "rpo",
     "sft",
     "simpo",
 ]

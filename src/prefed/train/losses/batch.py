@@ -91,6 +91,12 @@ class PairBatch:
         return self.chosen_ratio - self.rejected_ratio
 
     @property
+    def average_delta(self) -> Tensor:
+        """``[B]`` the chosen log-ratio per completion token minus the rejected one."""
+        chosen = self.chosen_ratio / self.chosen_length.clamp(min=1)
+        return chosen - self.rejected_ratio / self.need("rejected_length").clamp(min=1)
+
+    @property
     def average_chosen(self) -> Tensor:
         """``[B]`` log π_θ(y_w|x) per completion token."""
         return self.policy_chosen / self.chosen_length.clamp(min=1)

@@ -31,6 +31,43 @@ def dpo(batch: PairBatch, *, beta: float) -> LossOutput:
     return -F.logsigmoid(beta * batch.delta), implicit_reward_metrics(batch, beta)
 
 
+def dpo_norm(batch: PairBatch, *, beta: float) -> LossOutput:
+    """−log σ(β (r_w / |y_w| − r_l / |y_l|)): length-normalised DPO (Tülu 3, arXiv:2411.15124).
+
+    r_w and r_l are the log-ratios of the responses, so ``beta`` multiplies averages per token.
+    """
+    return -F.logsigmoid(beta * batch.average_delta), implicit_reward_metrics(batch, beta)
+
+
+def rpo(batch: PairBatch, *, beta: float, alpha: float) -> LossOutput:
+    """−log σ(β Δ_ir) − α p̄_w: DPO and the likelihood of the chosen response (arXiv:2404.19733, eq. 2).
+
+    DPO alone is content if both responses become less probable, the rejected one faster; text then breaks.
+    p̄_w averages over the completion's tokens; the paper averages over those of reasoning and answer, its
+    completion. TRL's loss types ``sigmoid`` and ``sft`` average over the tokens of a batch instead.
+
+    Args:
+        alpha: α ≥ 0; 0 is DPO.
+    """
+    loss, metrics = dpo(batch, beta=beta)
+    nll = -batch.average_chosen
+    return loss + alpha * nll, {**metrics, "nll": nll.detach().mean()}
+
+
+def dpop(batch: PairBatch, *, beta: float, penalty: float) -> LossOutput:
+    """−log σ(β (Δ_ir − λ max(0, −r_w))): DPO-positive (arXiv:2402.13228).
+
+    r_w is the log-ratio of the chosen response: a pair whose chosen response is less probable than under the
+    reference is penalised.
+
+    Args:
+        penalty: λ ≥ 0; 0 is DPO.
+    """
+    drop = torch.relu(-batch.chosen_ratio)
+    loss = -F.logsigmoid(beta * (batch.delta - penalty * drop))
+    return loss, {**implicit_reward_metrics(batch, beta), "drop": drop.detach().mean()}
+
+
 def cdpo(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput:
     """−(1−ε) log σ(β Δ_ir) − ε log σ(−β Δ_ir): conservative DPO (Mitchell 2023, eq. 3).
 
@@ -98,9 +135,7 @@ def ipo(batch: PairBatch, *, beta: float) -> LossOutput:
     h is the difference of the log-ratios per completion token. The paper prints sums, which make the loss
     grow with response length. Its authors confirmed averages, and TRL uses them too.
     """
-    chosen = batch.chosen_ratio / batch.chosen_length.clamp(min=1)
-    rejected = batch.rejected_ratio / batch.need("rejected_length").clamp(min=1)
-    return (chosen - rejected - 1 / (2 * beta)) ** 2, implicit_reward_metrics(batch, beta)
+    return (batch.average_delta - 1 / (2 * beta)) ** 2, implicit_reward_metrics(batch, beta)
 
 
 def kto_pair(batch: PairBatch, *, beta: float, desirable: float, undesirable: float) -> LossOutput:

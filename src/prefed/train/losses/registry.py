@@ -17,6 +17,8 @@ from prefed.train.losses.preference import (
     cdpo,
     choice,
     dpo,
+    dpo_norm,
+    dpop,
     hinge,
     ipo,
     kto,
@@ -25,6 +27,7 @@ from prefed.train.losses.preference import (
     orpo,
     pdpo,
     robust,
+    rpo,
     sft,
     simpo,
 )
@@ -156,6 +159,9 @@ def _entry(function: Callable[..., LossOutput], source: str, **options: Any) -> 
 
 _LOSSES = (
     _entry(dpo, "DPO, arXiv:2305.18290, eq. 7", defaults={"beta": 0.1}),
+    _entry(rpo, "RPO, arXiv:2404.19733, eq. 2", defaults={"beta": 0.1, "alpha": 1.0}),
+    _entry(dpop, "DPO-positive, arXiv:2402.13228", defaults={"beta": 0.1, "penalty": 50.0}),
+    _entry(dpo_norm, "length-normalised DPO, Tülu 3, arXiv:2411.15124", defaults={"beta": 5.0}),
     _entry(hinge, "SLiC, arXiv:2305.10425, and RSO, arXiv:2309.06657", defaults={"beta": 0.1}),
     _entry(ipo, "IPO, arXiv:2310.12036, eq. 17", defaults={"beta": 0.1}),
     _entry(cdpo, "cDPO, Mitchell 2023, eq. 3", defaults={"beta": 0.1, "label_smoothing": 0.1}),
@@ -205,7 +211,8 @@ _LOSSES = (
 )
 
 OBJECTIVES = Registry("objectives", {loss.name: loss for loss in _LOSSES}, "OBJECTIVE", PairLoss)
-"""Name → objective. β defaults to 0.1, as usual for DPO; for SimPO to 2, as it uses averages per token."""
+"""Name → objective. β defaults to 0.1, as usual for DPO; with averages per token it is larger:
+2 for SimPO, 5 for length-normalised DPO."""
 
 PPO = ObjectiveSpec(
     "ppo",
