@@ -117,7 +117,7 @@ def test_every_prompt_has_one_taste_which_completes_and_labels(whole, selectors)
         for row in made:
             own = prompt_ids(policy.tokenizer, alignment.template, row["prompt"])
             key = base.at("prompt", prompt_hash(row["prompt"])).at("sample", row["sample"])
-            (tokens,) = complete_batch(policy, tensors, [own], how, [key], tastes=z[row["index"]][None])
+            ((tokens, _),) = complete_batch(policy, tensors, [own], how, [key], tastes=z[row["index"]][None])
             assert policy.tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
         texts = {(row["index"], row["sample"]): row["completion"] for row in made}
         for row in rows(folder, f"generations/{number}/scores.jsonl"):

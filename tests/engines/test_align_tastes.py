@@ -394,7 +394,7 @@ def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
         assert summary["against"] == "tasting, aligned"
         verdicts = (tasting / f"judge/taste-{number}/verdicts.jsonl").read_text().splitlines()
         side = Models(load_run(tasting), Sampling(max_tokens=6, temperature=0)).own(None, taste)
-        (tokens,) = complete_batch(
+        ((tokens, _),) = complete_batch(
             side.backbone, side.tensors, [side.ids("Why 3?")], side.how, [Key(0)], tastes=side.taste[None]
         )
         texts = {row["prompt"]: row["text"] for row in map(json.loads, verdicts)}

@@ -382,7 +382,7 @@ def test_a_model_draws_two_different_responses_the_same_each_time(backbone):
     key, (ids,) = Key(3).at("prompt", prompt_hash("one")), backbone.tokenizer(["one"])["input_ids"]
     texts = []
     for sample in range(8):
-        (tokens,) = complete_batch(backbone, backbone.reference, [ids], how, [key.at("sample", sample)])
+        ((tokens, _),) = complete_batch(backbone, backbone.reference, [ids], how, [key.at("sample", sample)])
         texts.append(backbone.tokenizer.decode(tokens, skip_special_tokens=True))
     usable = list(dict.fromkeys(text for text in texts if text.strip()))
     assert [first, second] == usable[:2]

@@ -119,9 +119,11 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
                 keys,
                 tastes=at_prompts(drawn, (wanted[place][0] for place in batch)),
             )
-            ended = zip(batch, responses, strict=True)
-            texts = [continuation_text(policy.tokenizer, sequences[place], ids) for place, ids in ended]
-            counts = list(map(len, responses))
+            texts = [
+                continuation_text(policy.tokenizer, sequences[place], response.tokens)
+                for place, response in zip(batch, responses, strict=True)
+            ]
+            counts = [len(response.tokens) for response in responses]
         rows = []
         for place, text, count in zip(batch, texts, counts, strict=True):
             number, sample = wanted[place]

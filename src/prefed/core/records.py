@@ -155,6 +155,22 @@ class DataFigures(TypedDict, total=False):
     contradictions: int | None
 
 
+class TextHealth(TypedDict):
+    """Health of the answers of a model (:data:`prefed.train.metrics.TEXT_METRICS`).
+
+    ``answers`` is their number, ``surprise_band`` the 10th and 90th percentile of surprise over them.
+    """
+
+    answers: Annotated[int, Field(ge=1)]
+    ends: Share
+    loops: Share
+    distinct_2: Share
+    length: Amount
+    empty: Share
+    surprise: float
+    surprise_band: Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
 @with_config(ConfigDict(strict=True))
 class Summary(TypedDict):
     """Contents of ``summary.json``.

@@ -99,9 +99,9 @@ class RoundAnswers(Callback):
         backbone.dropout()
         for batch in length_batches(self._ids, BATCH):
             ids = [self._ids[k] for k in batch]
-            tokens = complete_batch(backbone, tensors, ids, self._how, [Key(0)] * len(ids))
-            for k, own in zip(batch, tokens, strict=True):
-                texts[k] = continuation_text(backbone.tokenizer, self._ids[k], own)
+            responses = complete_batch(backbone, tensors, ids, self._how, [Key(0)] * len(ids))
+            for k, own in zip(batch, responses, strict=True):
+                texts[k] = continuation_text(backbone.tokenizer, self._ids[k], own.tokens)
         return [texts[k] for k in range(len(texts))]
 
 

@@ -135,12 +135,12 @@ class ModelSide:
                 continue
             keys = [key.at("row", row) for row in names]
             tastes = None if self.taste is None else self.taste.expand(len(names), -1)
-            tokens = complete_batch(
+            responses = complete_batch(
                 backbone, self.tensors, [ids[row] for row in names], self.how, keys, tastes=tastes
             )
             texts = (
-                continuation_text(backbone.tokenizer, ids[row], own)
-                for row, own in zip(names, tokens, strict=True)
+                continuation_text(backbone.tokenizer, ids[row], response.tokens)
+                for row, response in zip(names, responses, strict=True)
             )
             yield [(row, text) for row, text in zip(names, texts, strict=True) if row not in done]
 

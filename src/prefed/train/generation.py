@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +23,35 @@ from pydantic import Field
 
 from prefed.core import Key, Tensors
 from prefed.core.strict_settings import StrictModel
-from prefed.data import Message, Prompt, Template
+from prefed.data import Message, Pair, Prompt, Template
 from prefed.data.encoding import continuation_text, start_tokens
 from prefed.models import Backbone
 from prefed.models.tastes import tasting
 from prefed.train.packed import NAME as PACKED
+from prefed.train.padded import PaddedForward
 
 _USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
+
+
+SCORED = 4
+"""Completions that :func:`surprises` scores together."""
+
+
+class Completion(NamedTuple):
+    """A generated response.
+
+    Attributes:
+        tokens: its token ids, without the end-of-text token.
+        end: the end-of-text token that the model generated; ``None`` if the response was cut.
+    """
+
+    tokens: list[int]
+    end: int | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the model ended it."""
+        return self.end is not None
 
 
 class Sampling(StrictModel):
@@ -178,8 +199,8 @@ def complete_batch(
     how: Sampling,
     keys: Sequence[Key],
     tastes: torch.Tensor | None = None,
-) -> list[list[int]]:
-    """Generate one response to each prompt, as token ids without the end-of-text token.
+) -> list[Completion]:
+    """Generate one response to each prompt.
 
     The noise of a sequence depends only on its key. Its logits depend on the rest of the batch in the last
     digits only, because the summation order of a matrix product may change with the number of rows. Equal
@@ -228,7 +249,42 @@ def complete_batch(
             past_key_values=cache,
             logits_processor=_processors(how, keys),
         )
-    return [list(takewhile(lambda token: token not in ends, row)) for row in output[:, length:].tolist()]
+    return [_until_end(row, ends) for row in output[:, length:].tolist()]
+
+
+def _until_end(row: list[int], ends: set[int]) -> Completion:
+    """Split the output for a prompt at its first end-of-text token.
+
+    >>> _until_end([5, 6, 2, 0], {2}), _until_end([5, 6], {2})
+    (Completion(tokens=[5, 6], end=2), Completion(tokens=[5, 6], end=None))
+    """
+    place = next((place for place, token in enumerate(row) if token in ends), None)
+    return Completion(row, None) if place is None else Completion(row[:place], row[place])
+
+
+def surprises(
+    backbone: Backbone, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+) -> list[float]:
+    """Return −log p of each completion under the base model, in nats a token, its end included.
+
+    Args:
+        prompts: token ids.
+    """
+    backbone.load(backbone.reference)
+    forward, found = PaddedForward(backbone), list[float]()
+    empty = np.empty(0, np.int32)
+    scored = [
+        Pair(
+            np.array(prompt, np.int32), np.array([*tokens, *([] if end is None else [end])], np.int32), empty
+        )
+        for prompt, (tokens, end) in zip(prompts, completions, strict=True)
+    ]
+    with _usual_attention(backbone), torch.inference_mode():
+        for start in range(0, len(scored), SCORED):
+            batch = scored[start : start + SCORED]
+            logprobs = forward(batch, rejected=False)[:, 0].tolist()
+            found += [-value / len(pair.chosen) for value, pair in zip(logprobs, batch, strict=True)]
+    return found
 
 
 @contextmanager

@@ -30,6 +30,14 @@ from prefed.train.metrics.pairs import (
     majority,
     selector_metrics,
 )
+from prefed.train.metrics.text import (
+    TEXT_METRICS,
+    TextMetric,
+    WrittenAnswer,
+    health_line,
+    text_health,
+    unhealthy,
+)
 from prefed.train.metrics.thumbs import THUMB_METRICS, ThumbScores, thumb_metrics
 
 __all__ = [
@@ -39,13 +47,16 @@ __all__ = [
     "MEAN_METRICS",
     "POLICY_METRICS",
     "REWARD_METRICS",
+    "TEXT_METRICS",
     "THUMB_METRICS",
     "ChoiceScores",
     "FederatedMetric",
     "Metric",
     "PairScores",
     "Spread",
+    "TextMetric",
     "ThumbScores",
+    "WrittenAnswer",
     "choice_metrics",
     "client_metrics",
     "collapse_warning",
@@ -54,6 +65,7 @@ __all__ = [
     "federated_metrics",
     "find_metrics",
     "flat_loss_warning",
+    "health_line",
     "jury_metrics",
     "majority",
     "mean_interval",
@@ -62,5 +74,7 @@ __all__ = [
     "selector_metrics",
     "small_clients_note",
     "spread",
+    "text_health",
     "thumb_metrics",
+    "unhealthy",
 ]

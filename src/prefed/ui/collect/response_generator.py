@@ -72,8 +72,8 @@ class ModelResponder:
         key, different = self._key.at("prompt", prompt_hash(prompt)), dict[str, str]()
         for attempt in range(ATTEMPTS):
             keys = [key.at("sample", 2 * attempt + place) for place in (0, 1)]
-            for tokens in complete_batch(backbone, backbone.reference, [ids, ids], self._how, keys):
-                text = continuation_text(backbone.tokenizer, ids, tokens)
+            for each in complete_batch(backbone, backbone.reference, [ids, ids], self._how, keys):
+                text = continuation_text(backbone.tokenizer, ids, each.tokens)
                 if text.strip():
                     different.setdefault(text.strip(), text)
             if len(different) >= 2:

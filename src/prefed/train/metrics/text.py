@@ -1,0 +1,249 @@
+"""Health of the text that a model writes: whether its answers end, loop, repeat words or are nonsense.
+
+Accuracy on pairs compares two given responses, so a model may order every pair correctly and write nonsense.
+Loops are more likely under the base model than its own answers, and nonsense is less likely: health has two
+sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from prefed.core.records import TextHealth
+from prefed.core.text import pluralize
+from prefed.train.metrics.intervals import wilson_interval
+
+FOURFOLD, LONG = 4, 12
+"""A sequence of tokens loops if it occurs this often in a row, or three times over at least LONG tokens."""
+BAND = (0.1, 0.9)
+"""Quantiles over answers that bound the band of surprise."""
+UNLIKELY = 2.0
+"""Nats a token by which the surprise of healthy text exceeds the band of the base model's answers at most."""
+
+
+@dataclass(frozen=True)
+class TextMetric:
+    """A metric of answers; a row of :data:`TEXT_METRICS`.
+
+    Attributes:
+        name: its key in a :class:`~prefed.core.records.TextHealth`.
+        better: whether healthy text has a high or a low value; empty if neither.
+        unit: ``"share"`` (of answers, or of pairs of tokens), ``"tokens"`` or ``"nats"`` a token.
+        meaning: one sentence.
+    """
+
+    name: Literal["ends", "loops", "empty", "distinct_2", "length", "surprise"]
+    label: str
+    better: Literal["high", "low", ""]
+    unit: Literal["share", "tokens", "nats"]
+    meaning: str
+
+    def format(self, value: float) -> str:
+        """Format a value.
+
+        >>> [TEXT_METRICS[0].format(0.25), TEXT_METRICS[4].format(31.4), TEXT_METRICS[5].format(0.8)]
+        ['25%', '31', '0.80']
+        """
+        return {"share": f"{value:.0%}", "tokens": f"{value:.0f}", "nats": f"{value:.2f}"}[self.unit]
+
+
+TEXT_METRICS: tuple[TextMetric, ...] = (
+    TextMetric(
+        "ends", "answers that end", "high", "share", "share of answers that end before the limit of tokens"
+    ),
+    TextMetric(
+        "loops",
+        "looping",
+        "low",
+        "share",
+        f"share of answers in which a sequence of tokens occurs {FOURFOLD} times in a row, or three times if "
+        f"that is at least {LONG} tokens",
+    ),
+    TextMetric(
+        "empty",
+        "empty or echoing",
+        "low",
+        "share",
+        "share of answers without text, or that repeat the prompt",
+    ),
+    TextMetric(
+        "distinct_2",
+        "distinct-2",
+        "high",
+        "share",
+        "different pairs of adjacent tokens as a share of all of an answer's, mean over answers",
+    ),
+    TextMetric("length", "length", "", "tokens", "tokens in an answer, mean over answers"),
+    TextMetric(
+        "surprise",
+        "surprise",
+        "",
+        "nats",
+        "−log p of an answer under the base model, in nats a token, the end included; median over answers",
+    ),
+)
+"""The metrics of answers, in display order."""
+
+
+@dataclass(frozen=True)
+class WrittenAnswer:
+    """An answer of a model.
+
+    Attributes:
+        prompt: text of the last turn of the prompt.
+        text: the answer as text.
+        tokens: its token ids, without the end-of-text token.
+        ended: whether the model ended it; ``False`` if it was cut at the limit of tokens.
+        surprise: −log p under the base model in nats a token, including the end-of-text token if it ended.
+    """
+
+    prompt: str
+    text: str
+    tokens: Sequence[int]
+    ended: bool
+    surprise: float
+
+    @property
+    def loops(self) -> bool:
+        """Whether it loops; see :func:`loops`."""
+        return loops(self.tokens)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no text, or starts with the whole prompt."""
+        return not (text := _plain(self.text)) or (
+            bool(prompt := _plain(self.prompt)) and text.startswith(prompt)
+        )
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Return whether a sequence of tokens occurs four times in a row, or three times over 12 tokens or more.
+
+    With period p, token i equals token i − p. A run of L such tokens is ``(L + p) / p`` repetitions.
+
+    >>> just, a_sentence = [7], [5, 3, 9, 2]
+    >>> loops([1, 2, *just * 4, 3]), loops([1, 2, *just * 3, 3])
+    (True, False)
+    >>> loops(a_sentence * 3), loops([*a_sentence, *a_sentence])
+    (True, False)
+    """
+    ids = np.asarray(tokens)
+    for period in range(1, len(ids) // 3 + 1):
+        run = _longest_run(ids[period:] == ids[:-period]) + period
+        if run >= FOURFOLD * period or run >= max(3 * period, LONG):
+            return True
+    return False
+
+
+def distinct_2(tokens: Sequence[int]) -> float:
+    """Return the share of the pairs of adjacent tokens that are different; 1 for fewer than two tokens.
+
+    Source: Li et al., A diversity-promoting objective function for neural conversation models (NAACL 2016);
+    here within an answer, so that it does not depend on the number of answers.
+
+    >>> distinct_2([1, 2, 1, 2, 1]), distinct_2([1])
+    (0.5, 1.0)
+    """
+    pairs = list(pairwise(tokens))
+    return len(set(pairs)) / len(pairs) if pairs else 1.0
+
+
+def text_health(answers: Sequence[WrittenAnswer]) -> TextHealth:
+    """Compute the health of a set of answers; see :data:`TEXT_METRICS`.
+
+    Raises:
+        ValueError: there are no answers.
+    """
+    if not answers:
+        raise ValueError("there are no answers to measure")
+    surprises = [answer.surprise for answer in answers]
+    low, high = np.quantile(surprises, BAND).tolist()
+    return {
+        "answers": len(answers),
+        "ends": float(np.mean([answer.ended for answer in answers])),
+        "loops": float(np.mean([answer.loops for answer in answers])),
+        "distinct_2": float(np.mean([distinct_2(answer.tokens) for answer in answers])),
+        "length": float(np.mean([len(answer.tokens) for answer in answers])),
+        "empty": float(np.mean([answer.empty for answer in answers])),
+        "surprise": float(np.median(surprises)),
+        "surprise_band": [low, high],
+    }
+
+
+def unhealthy(own: TextHealth, base: TextHealth) -> list[str]:
+    """Return in which ways text is worse than the base model's by more than the interval; empty if healthy.
+
+    A share is worse if it is outside the 95% interval (Wilson) of the base model's share, on the side that
+    is not :attr:`TextMetric.better`. Surprise is worse if it exceeds the band of the base model's answers by
+    more than :data:`UNLIKELY`.
+    """
+    found = []
+    for name, words in _SYMPTOMS.items():
+        low, high = wilson_interval(base[name], base["answers"])
+        if own[name] < low if name == "ends" else own[name] > high:
+            found.append(words[0])
+    if own["surprise"] > base["surprise_band"][1] + UNLIKELY:
+        found.append("the text is unlikely under the base model")
+    return found
+
+
+def health_line(own: TextHealth, base: TextHealth) -> str:
+    """Return the health of text as a sentence, next to the base model's.
+
+    >>> def health(loops, ends, surprise):
+    ...     shares = {"answers": 20, "loops": loops / 20, "ends": ends / 20, "empty": 0.0, "distinct_2": 0.9}
+    ...     return {**shares, "length": 30.0, "surprise": surprise, "surprise_band": [surprise, surprise]}
+    >>> health_line(health(5, 18, 1.1), health(1, 9, 0.8))
+    '5 of 20 answers loop; the base model: 1'
+    >>> health_line(health(0, 20, 5.0), health(1, 9, 0.8))
+    'answers are unlikely under the base model: 5.00 nats a token; its own: 0.80'
+    >>> health_line(health(1, 18, 1.1), health(1, 9, 0.8))
+    '18 of 20 answers end, 1 loops; the base model: 9, 1'
+    """
+    n = own["answers"]
+
+    def count(health: TextHealth, name: Literal["ends", "loops", "empty"]) -> int:
+        return round(health[name] * n)
+
+    worse = unhealthy(own, base)
+    for name, (words, singular, plural) in _SYMPTOMS.items():
+        if words in worse:
+            bad = n - count(own, name) if name == "ends" else count(own, name)
+            before = n - count(base, name) if name == "ends" else count(base, name)
+            verb = singular if bad == 1 else plural
+            return f"{bad:,} of {pluralize(n, 'answer', 'answers')} {verb}; the base model: {before:,}"
+    if worse:
+        return (
+            f"answers are unlikely under the base model: {own['surprise']:.2f} nats a token; its own: "
+            f"{base['surprise']:.2f}"
+        )
+    ends, looping = count(own, "ends"), count(own, "loops")
+    return (
+        f"{ends:,} of {pluralize(n, 'answer', 'answers')} {'ends' if ends == 1 else 'end'}, {looping:,} "
+        f"{'loops' if looping == 1 else 'loop'}; the base model: {count(base, 'ends'):,}, "
+        f"{count(base, 'loops'):,}"
+    )
+
+
+_SYMPTOMS: Mapping[Literal["loops", "empty", "ends"], tuple[str, str, str]] = {
+    "loops": ("answers loop", "loops", "loop"),
+    "empty": ("answers are empty or repeat the prompt", "is empty or repeats", "are empty or repeat"),
+    "ends": ("answers do not end", "does not end", "do not end"),
+}
+"""Share → what is wrong if it is worse than the base model's; the verb for one answer, and for several."""
+
+
+def _longest_run(values: npt.NDArray[np.bool_]) -> int:
+    """Return the length of the longest run of true values."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], values, [False]]).astype(np.int8)))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
