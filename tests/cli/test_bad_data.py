@@ -266,6 +266,34 @@ def test_what_is_unusual_and_can_be_used(place: Path, words: Path, content: byte
     assert shown in output("data", "exp.toml", code=0)
 
 
+def test_a_data_file_needs_no_experiment(place: Path, words: Path) -> None:
+    """Clients are the values of `client`, else the files of a folder. `--json` has the same tokens."""
+    (place / "rows.jsonl").write_bytes(lines(ROWS))
+    assert "name the model whose tokenizer reads them with --set model.name=FOLDER" in output(
+        "data", "rows.jsonl"
+    )
+    assert "rows.jsonl is a data file; name it as [data] train in an experiment file" in output(
+        "run", "rows.jsonl"
+    )
+    command = ["data", "rows.jsonl", "--set", f"model.name={words}", "--show", "1"]
+    text = output(*command, code=0)
+    assert "a: 1 of 5 training rows" in text
+    assert "prompt     Q2:\n    chosen     {{ yes 2[[<eos>]]}}" in text
+    first = json.loads(output(*command, "--json", code=0))["shown"][0]
+    assert (first["id"], first["train"], first["pairs"][0]["row"]) == ("a", 5, 3)
+    chosen = first["pairs"][0]["parts"][1]
+    assert chosen["pieces"] == [
+        {"text": " yes 2", "scored": True},
+        {"text": "<eos>", "special": True, "scored": True},
+    ]
+    assert chosen["ids"][-1] == 0
+    (place / "both").mkdir()
+    for name in ("ann", "ben"):
+        (place / f"both/{name}.jsonl").write_bytes(without("client"))
+    text = output("data", "both", "--set", f"model.name={words}", code=0)
+    assert all(name in text for name in ("ann", "ben"))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [row["prompt"] + row["chosen"] for row in ROWS]

@@ -68,7 +68,18 @@ def test_the_page_can_be_followed_to_its_end(folder: Path) -> None:
                 text = file.read_text("utf-8").replace("distilbert/distilgpt2", "tiny")
                 assert "rounds = 10" in text
                 file.write_text(text.replace("rounds = 10", f"rounds = {ROUNDS}"))
-    assert ran == ["init", "data", "run", "run", "report", "generate", "export", *["run"] * 3, "compare"]
+    assert ran == [
+        "init",
+        "data",
+        "data",
+        "run",
+        "run",
+        "report",
+        "generate",
+        "export",
+        *["run"] * 3,
+        "compare",
+    ]
     runs = {path.name: json.loads((path / "summary.json").read_text()) for path in folder.glob("runs/*")}
     assert len(runs) == 4
     for name, summary in runs.items():

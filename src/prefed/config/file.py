@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from prefed.config.errors import ConfigError
 from prefed.core import plugins
+from prefed.data.sources.folders import file_kind
 from prefed.methods import MethodKind
 
 Origins: TypeAlias = Mapping[tuple[str, ...], str]
@@ -32,6 +33,11 @@ def read_toml(path: Path, remedy: str | None = None) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; {remedy}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if file_kind(path) is not None:
+        raise ConfigError(
+            f"{path} is a data file; name it as [data] train in an experiment file; `prefed init METHOD` "
+            "writes one"
+        )
     try:
         # Some Windows editors write a byte order mark.
         text = raw.decode("utf-8-sig")

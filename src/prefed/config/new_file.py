@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,11 @@ import tomli_w
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prefed.config import AlignConfig, Experiment, ReportConfig, StopConfig, TrackConfig
+from prefed.config import AlignConfig, ConfigError, Experiment, ReportConfig, StopConfig, TrackConfig
+from prefed.config.file import override
+from prefed.data.errors import ErrorCollector
+from prefed.data.sources.files import read_rows
+from prefed.data.sources.folders import data_files
 from prefed.engines.simulated_fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, MethodKind
@@ -102,6 +106,33 @@ def learning_rates(kind: MethodKind, width: int) -> dict[str, float]:
         return {}
     rate = float(f"{0.6 / width:.0e}")
     return {name: rate for name in ("lr", "personal_lr") if name in fields and fields[name].default}
+
+
+def data_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Return the experiment that `prefed data` assumes for a data file or folder without an experiment file.
+
+    There is one client per value of the column ``client`` or, without it, per file of a folder.
+
+    Args:
+        overrides: ``KEY=VALUE`` each; one names the model.
+
+    Raises:
+        ConfigError: no model is named, or an override is invalid.
+        DataError: the data cannot be read.
+    """
+    items = data_files(path)
+    row = next((row for row, _ in read_rows(items[0], "utf-8", ErrorCollector(count_only=True))), {})
+    partition: dict[str, Any] = {"by": "file"} if len(items) > 1 else {"by": "iid", "clients": 1}
+    if "client" in row:
+        partition = {"by": "column", "column": "client"}
+    tables = {"data": {"train": str(path), "partition": partition}, "method": {"name": "feddpo"}}
+    origins = override(tables, overrides, Path())
+    if "model" not in tables:
+        raise ConfigError(
+            f"{path} contains data: name the model whose tokenizer reads them with --set model.name=FOLDER, "
+            "or give an experiment file"
+        )
+    return Experiment.from_tables(tables, str(path), origins)
 
 
 def starting_file(method: str, model: str = MODEL, rates: Mapping[str, float] | None = None) -> str:

@@ -87,6 +87,8 @@ class TokenSet:
         orientations: ``uint8 [n]``, 1 if chosen is alphabetically first. Rows with equal ``pairs`` and
             different orientations contradict each other.
         rows: ``int32 [n]``, row number in the source, from 1.
+        sources: ``int32 [n]``, index into ``files``.
+        files: paths, or hub names with their splits.
         fingerprint: SHA-256 of all tokens, texts and flips.
 
     Raises:
@@ -122,7 +124,8 @@ class TokenSet:
         self._offsets: NDArray[np.int64] = self._column("offsets")
         self._lines: NDArray[np.int64] = self._column("lines")
         self.rows: NDArray[np.int32] = self._column("rows")
-        self._column("sources")
+        self.sources: NDArray[np.int32] = self._column("sources")
+        self.files: tuple[str, ...] = tuple(manifest["files"])
         self._check_size(IDS, 4 * int(self._offsets[-1]) if self._length else 0)
         self._check_size(RECORDS, int(self._lines[-1]) if self._length else 0)
         # Not mapped, since touched pages of a mapped file count as memory of the process. pread allows
@@ -134,10 +137,10 @@ class TokenSet:
     def empty(cls) -> TokenSet:
         """Return a token set without pairs, for a dataset that is not on this machine."""
         tokens = cls.__new__(cls)
-        tokens._length, tokens.fingerprint, tokens.category_names = 0, "", ()
+        tokens._length, tokens.fingerprint, tokens.category_names, tokens.files = 0, "", (), ()
         tokens.letters = tokens.max_length = None
         tokens.lengths = np.empty((0, 3), np.int32)
-        for name in ("margins", "prompts", "pairs", "categories", "flipped", "orientations", "rows"):
+        for name in COLUMNS.keys() - {"lengths", "offsets", "lines"}:
             setattr(tokens, name, np.empty(0, COLUMNS[name]))
         return tokens
 

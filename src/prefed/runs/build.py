@@ -16,7 +16,7 @@ from prefed.config.file import allow_code, code_names, parse_toml
 from prefed.core import Key, Owner, files, plugins
 from prefed.core.strict_settings import flatten
 from prefed.core.text import did_you_mean, timed
-from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset
+from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset, show
 from prefed.data.tokens import thumbs
 from prefed.engines import JobFactory, backend_name
 from prefed.engines.diagnostics import Diagnostics
@@ -32,11 +32,13 @@ from prefed.models.pretrained import with_dtype
 from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.reference import reference_folder
 from prefed.train.loss_trainer import check_feedback
+from prefed.train.losses import OBJECTIVES
 from prefed.train.metrics import find_metrics
 from prefed.train.pair_trainer import PairTrainerFactory
 
 if TYPE_CHECKING:
     from prefed.data.examples import ExampleEncoder
+    from prefed.data.show import ShownClient
 
 _log = logging.getLogger("prefed")
 
@@ -55,6 +57,19 @@ def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
     pairs = sum(sizes.train for sizes in dataset.sizes.values())
     _log.info("%s clients have %s training pairs", f"{len(dataset.sizes):,}", f"{pairs:,}")
     return dataset
+
+
+def first_pairs(experiment: Experiment, dataset: FederatedDataset, count: int) -> list[ShownClient]:
+    """Return the first training pairs of each client as they are trained on; see :mod:`prefed.data.show`."""
+    loss = OBJECTIVES.get(experiment.method.settings.goal().name)
+    return show.first_pairs(
+        dataset,
+        count,
+        experiment.data,
+        load_tokenizer(experiment.model),
+        selector_settings(experiment),
+        rejected=loss is None or loss.needs_rejected,
+    )
 
 
 def selector_settings(experiment: Experiment) -> SelectorConfig | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.ui.cli.arguments import AsJson, CellName, File, Overrides
+from prefed.ui.cli.arguments import AsJson, CellName, Overrides
 from prefed.ui.cli.errors import usage
 from prefed.ui.cli.output import only_json, print_json
 
@@ -95,27 +95,54 @@ def methods() -> None:
     stdout_console().print(table)
 
 
-def data(file: File, overrides: Overrides = None, cell: CellName = None, as_json: AsJson = False) -> None:
+def data(
+    file: Annotated[
+        Path, typer.Argument(help="The experiment file (TOML), or a data file or folder.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    cell: CellName = None,
+    show: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Also print what is trained on: N pairs per client, as tokens, with special tokens, "
+            "truncations and what counts in the loss marked.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Show each client's data before training."""
     from tempfile import TemporaryDirectory
 
     from prefed.config.experiment_table import load_cell
+    from prefed.config.new_file import data_experiment
+    from prefed.data.sources.folders import file_kind
 
     # Report errors in the file before the slow import of PyTorch.
-    experiment = load_cell(file, cell, overrides or [])
+    bare = cell is None and (file.is_dir() or file_kind(file) is not None)
+    experiment = data_experiment(file, overrides or []) if bare else load_cell(file, cell, overrides or [])
     from prefed.data.statistics import dataset_statistics
-    from prefed.runs.build import build_data
+    from prefed.runs.build import build_data, first_pairs
     from prefed.runs.data_notices import data_notices
     from prefed.trackers.terminal import Terminal, stdout_console
-    from prefed.ui.pages.terminal import print_dataset_statistics
+    from prefed.ui.pages.terminal import print_dataset_statistics, print_first_pairs
 
     with only_json(as_json), TemporaryDirectory(prefix="prefed-data-") as folder:
         dataset = build_data(experiment, Path(folder) / "data")
         statistics, (notes, warnings) = dataset_statistics(dataset), data_notices(dataset)
+        shown = first_pairs(experiment, dataset, show) if show else []
     if as_json:
-        print_json({**statistics.model_dump(mode="json"), "notes": notes, "warnings": warnings})
+        pairs = (
+            {"shown": [client.model_dump(mode="json", exclude_defaults=True) for client in shown]}
+            if show
+            else {}
+        )
+        print_json({**statistics.model_dump(mode="json"), "notes": notes, "warnings": warnings, **pairs})
     else:
         terminal = Terminal(stdout_console())
+        if show:
+            print_first_pairs(shown, terminal.console)
         print_dataset_statistics(statistics, terminal.console)
         for note in notes:
             terminal.on_note(note)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.text import Text
 
 from prefed.core.records import Summary, metrics_of_clients
-from prefed.core.text import duration, pluralize, printable, size
+from prefed.core.text import duration, pluralize, printable, printable_lines, size
 from prefed.runs.data_notices import CUT, LEFT_OUT
 from prefed.runs.metrics import (
     REWARDED,
@@ -38,6 +40,7 @@ from prefed.ui.pages.tastes import tastes_line
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from prefed.data.show import Part, ShownClient
     from prefed.data.statistics import ClientStatistics, DatasetStatistics, Lengths
     from prefed.runs.dry_run import DryRun
     from prefed.runs.evaluate import Evaluation
@@ -385,6 +388,39 @@ def print_dataset_statistics(statistics: DatasetStatistics, console: Console) ->
         # Test rows may be pairs.
         whole = [(n.replace("test pairs", "test rows").replace("pairs", "thumbs"), t) for n, t in whole]
     console.print(terminal(Table("", ["all clients", ""], whole)))
+
+
+def print_first_pairs(clients: Sequence[ShownClient], console: Console) -> None:
+    """Print what is trained on: the given pairs of the first 40 clients, with their tokens marked."""
+    console.print("[[ ]]: special tokens. {{ }}: counts in the loss.", markup=False)
+    for client in clients[:LISTED]:
+        of = f"{len(client.pairs):,} of {pluralize(client.train, 'training row', 'training rows')}"
+        console.print(f"\n{printable(client.id)}: {of}", style="bold", markup=False, soft_wrap=True)
+        for pair in client.pairs:
+            head = f"  {printable(pair.source)}, row {pair.row}; {pair.form}"
+            console.print(head, style="dim", markup=False, soft_wrap=True)
+            for part in pair.parts:
+                console.print(_marked(part), soft_wrap=True)
+    if len(clients) > LISTED:
+        console.print(f"\n… and {len(clients) - LISTED:,} more clients")
+    console.print()
+
+
+def _marked(part: Part) -> Text:
+    """Mark special tokens, truncations and what counts in the loss."""
+    text = Text(f"    {part.name:<11}")
+    for scored, pieces in groupby(part.pieces, lambda piece: piece.scored):
+        style = "green" if scored else ""
+        text.append("{{" * scored, style)
+        for piece in pieces:
+            if piece.cut:
+                text.append(f"[[{pluralize(piece.cut, 'token', 'tokens')} cut]]", "bold red")
+            elif piece.special:
+                text.append(f"[[{printable(piece.text)}]]", f"{style} reverse")
+            else:
+                text.append(printable_lines(piece.text).replace("\n", "\n" + " " * 15), style)
+        text.append("}}" * scored, style)
+    return text
 
 
 def _client_row(client: ClientStatistics, categorised: bool, thumbs: bool) -> Row:
