@@ -30,7 +30,7 @@ def execute(notebook: Path, folder: Path) -> Any:
     book = nbformat.read(notebook, as_version=4)
     place = {"metadata": {"path": str(folder)}}
     NotebookClient(
-        book, timeout=600, kernel_name="python3", record_timing=False, coalesce_streams=True, resources=place
+        book, timeout=None, kernel_name="python3", record_timing=False, coalesce_streams=True, resources=place
     ).execute()
     for cell in book.cells:
         if cell.cell_type == "code":

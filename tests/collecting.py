@@ -20,6 +20,7 @@ from prefed.data import Record
 from prefed.runs.append_log import Journal
 from prefed.ui.collect.pairs import Choices, Questions, RecordedPairs
 from prefed.ui.collect.session import Session
+from waiting import WATCHDOG
 
 RECORDS = [Record(f"Case {k}:", f" up {k}", f" down {k}", category="c") for k in range(8)]
 
@@ -57,14 +58,14 @@ def serving(opened: Session, add: Callable[[str], None] | None = None) -> Iterat
     with listen(0) as listening:
         thread = threading.Thread(target=serve, args=(opened, listening), kwargs={"add": add, "report": told})
         thread.start()
-        assert there.wait(30)
+        assert there.wait(WATCHDOG)
         try:
             yield links
         finally:
             # After a test's own form has ended the session, the server may take a moment to end, and refuses.
             with suppress(OSError):
                 Browser(links[-1]).post("/finish")
-            thread.join(30)
+            thread.join(WATCHDOG)
             assert not thread.is_alive()
 
 
@@ -99,7 +100,7 @@ class Browser:
 
     def _open(self, request: urllib.request.Request) -> str:
         try:
-            with self._opener.open(request, timeout=30) as answer:
+            with self._opener.open(request, timeout=WATCHDOG) as answer:
                 self.status, self.headers, self.text = answer.status, answer.headers, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -114,6 +115,6 @@ def start(*words: Any, cwd: Path) -> tuple[subprocess.Popen[str], str]:
     assert process.stdout is not None
     lines = [process.stdout.readline().strip() for _ in range(2)]
     if not lines[1].startswith("http"):
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=WATCHDOG)
         raise AssertionError(f"no link in {lines}: {errors}")
     return process, lines[1]

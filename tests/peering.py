@@ -16,6 +16,7 @@ from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.run import peer_folder, run_peer
 from prefed.store import RunReader
 from prefed.ui.cli.federation import stop
+from waiting import WATCHDOG, until
 from workers import CLIENTS
 from workers import make_place as make_workers
 
@@ -66,7 +67,7 @@ class Ended:
     text: str
 
 
-def peers(out, experiments, *, resume=False, fails=None, patience=20.0, clients=CLIENTS):
+def peers(out, experiments, *, resume=False, fails=None, patience=WATCHDOG, clients=CLIENTS):
     """Run all peers in forked processes; how each ended. ``fails``: peer → callback.
 
     A peer that stopped itself is killed once the others have ended.
@@ -77,7 +78,7 @@ def peers(out, experiments, *, resume=False, fails=None, patience=20.0, clients=
     for rank, each in enumerate(experiments):
         child = os.fork()
         if child == 0:
-            place = Place(rank, len(experiments), "127.0.0.1", port, patience=patience, join=60)
+            place = Place(rank, len(experiments), "127.0.0.1", port, patience=patience, join=WATCHDOG)
             one(each, out, place, clients[rank], resume, fails)
         children.append(child)
     stopped = {rank for rank, callback in fails.items() if getattr(callback, "what", 0) == signal.SIGSTOP}
@@ -90,17 +91,15 @@ def peers(out, experiments, *, resume=False, fails=None, patience=20.0, clients=
     return [ended[rank] for rank in range(len(children))]
 
 
-def end_of(child, seconds=90.0):
-    """The exit status of a forked process; one that does not end in time is killed."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "waits for ever"
+def end_of(child):
+    """The exit status of a forked process; one that does not end is killed."""
+    try:
+        _, status = until(lambda: (ended := os.waitpid(child, os.WNOHANG))[0] and ended, "the end of a peer")
+    except AssertionError:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    return os.waitstatus_to_exitcode(status)
 
 
 def one(experiment, out, place, client=None, resume=False, fails=None):
@@ -154,7 +153,7 @@ def meet(out, places):
         # Each has come before the next.
         time.sleep(1.0)
     for child in children:
-        end_of(child, 30.0)
+        end_of(child)
     return [(out / f"met-{number}").read_text() for number in range(len(places))]
 
 

@@ -8,13 +8,14 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
+
+from waiting import until
 
 TESTS = Path(__file__).resolve().parent
 
@@ -33,7 +34,7 @@ class TwoNodes:
             port = free.getsockname()[1]
         self.head = _start("--head", f"--port={port}", "--num-cpus=1", "--include-dashboard=false")
         self.address = f"{_own_address()}:{port}"
-        _until(lambda: self._reachable(port), "the head answers")
+        until(lambda: self._reachable(port), "the head answers")
         self.add_node()
 
     def add_node(self) -> None:
@@ -92,7 +93,7 @@ def wait_for_nodes(count: int) -> None:
     """Until the cluster has so many living nodes."""
     import ray
 
-    _until(lambda: sum(node["Alive"] for node in ray.nodes()) == count, f"{count} nodes live")
+    until(lambda: sum(node["Alive"] for node in ray.nodes()) == count, f"{count} nodes live")
 
 
 def _start(*options: str) -> subprocess.Popen[bytes]:
@@ -113,10 +114,3 @@ def _words(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.NoSuchProcess:
         return []
-
-
-def _until(happened, what: str, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end, f"waited {seconds} s until {what}"
-        time.sleep(0.1)

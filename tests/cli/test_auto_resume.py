@@ -4,24 +4,15 @@ import re
 import signal
 import time
 
-import pytest
 from tests.cli.test_cli import place as place
 from tests.cli.test_cli import prefed_, wait_for_rounds
 
 import prefed.runs.run
 import toy
 from forked import Command
+from waiting import WATCHDOG, until
 
 COMMAND = ("run", "exp.toml", "--out", "a", "--auto-resume")
-
-
-def wait_for(path):
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        if path.exists():
-            return
-        time.sleep(0.01)
-    pytest.fail(f"{path} never came")
 
 
 def test_it_starts_where_there_is_none(place):
@@ -37,12 +28,12 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(place, monkeypatch):
 
     def waits(experiment, folder):
         reached.touch()
-        time.sleep(600)
+        time.sleep(WATCHDOG)
 
     with monkeypatch.context() as patch:
         patch.setattr(prefed.runs.run, "build_job", waits)
         process = Command(place / "errors.txt", *COMMAND)
-        wait_for(reached)
+        until(reached.exists, reached)
         assert process.send(signal.SIGKILL)[0] == -signal.SIGKILL
     assert (place / "a/checkpoint").is_dir()
     assert not (place / "a/checkpoint/COMMIT.json").exists()

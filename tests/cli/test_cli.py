@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 
 import pytest
@@ -18,6 +17,7 @@ from forked import Command
 from prefed.core.files import WriteError
 from prefed.store import RunReader
 from prefed.ui.cli import app
+from waiting import until
 
 FILE = """
 rounds = 4
@@ -52,12 +52,7 @@ def prefed_(*words, code=0):
 
 
 def wait_for_rounds(path, count):
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        if path.exists() and path.read_bytes().count(b"\n") >= count:
-            return
-        time.sleep(0.01)
-    pytest.fail(f"{path} never held {count} rounds")
+    until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count, f"{count} rounds in {path}")
 
 
 def test_a_run_from_start_to_end(place):

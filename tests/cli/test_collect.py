@@ -15,6 +15,7 @@ from prefed.data import synthetic
 from prefed.models.tiny import make_tiny
 from prefed.store import RunReader
 from prefed.ui.cli import app
+from waiting import WATCHDOG
 
 runs = CliRunner()
 
@@ -52,7 +53,7 @@ def test_twenty_choices_train_a_client(tmp_path):
         browser.answer("left" if lengths[0] >= lengths[1] else "right")
     assert "20 chosen pairs are saved in" in browser.text
     browser.post("/finish")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=WATCHDOG)
     assert (process.returncode, errors) == (0, "")
     assert "20 pairs by ann in pairs.jsonl" in output
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text("utf-8").splitlines()]
@@ -84,12 +85,12 @@ def test_a_kill_after_each_choice_loses_none(tmp_path):
         asked.append(browser.number)
         browser.answer(answer)
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=WATCHDOG)
     assert len(set(asked)) == 3
     process, link = start("--from", "old.jsonl", "--client", "ann", cwd=tmp_path)
     assert "That was the last pair" in Browser(link).text
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=WATCHDOG)
     assert process.returncode == 143
     assert errors.endswith(
         "every choice is kept. To continue:\n  prefed collect --from old.jsonl --client ann\n"

@@ -97,7 +97,6 @@ def test_no_server(play: Any) -> None:
     assert result.summary["preference_accuracy"]["mean"] > result.summary["baseline_accuracy"]["mean"] + 0.1
 
 
-@pytest.mark.timeout(600)
 def test_three_sites(play: Any) -> None:
     """The two others outvote the east, so the shared model serves it worse than its personal one does. That
     one is exported at the site, where its private state is, and no process is left."""

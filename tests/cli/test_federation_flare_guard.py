@@ -1,7 +1,6 @@
 """What NVIDIA FLARE's processes take in: attacks by real processes, each with and without prefed's checks."""
 
 import importlib.util
-import time
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import pytest
 
 from prefed.networks.federation.audit_log import status_lines
+from waiting import until
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
@@ -301,12 +301,10 @@ def test_nothing_starts_where_flare_is_not_as_expected(tmp_path, monkeypatch, mo
     changed = f"import {module} as changed; changed.{name} = {change}\n"
     monkeypatch.setattr(processes, "START", f"{changed}{processes.START}")
     started = FlareProcess(CLIENT, kit, ["uid=north", "org=north"], {})
-    end = time.monotonic() + 120
-    while started.alive and time.monotonic() < end:
-        time.sleep(0.2)
-    alive = started.alive
-    started.stop()
-    assert not alive
+    try:
+        until(lambda: not started.alive, "the end of the client", every=0.2)
+    finally:
+        started.stop()
     guarded = name if "." in name else f"{module}.{name}"
     assert (
         f"prefed cannot guard {guarded} in this version of NVIDIA FLARE, so nothing is started: install the "

@@ -17,6 +17,7 @@ import tomli_w
 import outside
 from commands import prefed_
 from prefed.core import plugins
+from waiting import WATCHDOG
 from workers import CLIENTS, make_place
 
 INHERITED = os.environ.get("PYTHONPATH", "")
@@ -227,7 +228,7 @@ def wards(place, tmp_path):
 
 def stop(process):
     process.terminate()
-    process.wait(60)
+    process.wait(WATCHDOG)
 
 
 def test_a_package_runs_over_flare_where_each_site_has_installed_and_allowed_it(

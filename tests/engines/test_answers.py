@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from prefed.engines.validation import read_figures
 from prefed.runs import run as runs
 from prefed.store import RunReader
 from toy import Warned
+from waiting import until
 
 BAD = "Client 2/ü"
 
@@ -205,10 +205,7 @@ def test_an_interrupt_while_workers_are_ended_leaves_none(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             backend.__exit__()
         monkeypatch.setattr(subprocess.Popen, "wait", wait)
-        deadline = time.monotonic() + 20
-        while any(process.poll() is None for process in processes):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: all(process.poll() is not None for process in processes), "the end of the workers")
     assert len(pids) == 1
     assert {process.returncode for process in processes} == {-9}
     assert os.getpid() not in pids

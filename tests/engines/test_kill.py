@@ -10,6 +10,7 @@ import torch
 
 import toy
 from prefed.store import RunReader
+from waiting import until
 
 OPTIONS = {"rounds": 4, "clients": 4, "cohort": 3, "pause": 0.002}
 
@@ -29,21 +30,26 @@ def forked(path, resume):
 
 
 def test_killed_at_random_moments(tmp_path):
-    """SIGKILL at 25 moments spread over the run, each then killed once more while resuming."""
+    """SIGKILL at 25 moments spread over the rounds of the run, each then killed once more while resuming."""
     toy.run(tmp_path / "imports", **OPTIONS)  # so that no child spends its time on them
-    begun = time.perf_counter()
+    started = time.perf_counter()
     assert os.waitpid(forked(tmp_path / "whole", False), 0)[1] == 0
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started
     expected, draw, rounds = toy.outcome(tmp_path / "whole"), random.Random(0), set()
     for number in range(25):
         run = tmp_path / str(number)
-        for share in (number + draw.random()) / 25, draw.random():
+        log = run / "rounds.jsonl"
+
+        def done(log=log):
+            return log.read_bytes().count(b"\n") if log.exists() else 0
+
+        for share in number / 25, draw.random():
             child = forked(run, resume=run.exists())
-            time.sleep(share * took)
+            until(lambda share=share: done() >= int(share * OPTIONS["rounds"]), "a round")
+            time.sleep(draw.random() * took / OPTIONS["rounds"])
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            log = run / "rounds.jsonl"
-            rounds.add(log.read_bytes().count(b"\n") if log.exists() else 0)
+            rounds.add(done())
         assert os.waitpid(forked(run, resume=True), 0)[1] == 0
         assert toy.outcome(run) == expected
     assert len(rounds) >= 3, "the kills did not land in different rounds"

@@ -37,6 +37,7 @@ from prefed.store import RunWriter
 from prefed.ui.cli import federation as peer
 from prefed.ui.cli import output
 from toy import records
+from waiting import WATCHDOG
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +51,14 @@ def test_a_peer_that_dies_or_hangs_is_named_and_the_run_goes_on(place, tmp_path)
     made = experiment(place, "fedper", optimizer_state="kept")
     expected = whole(tmp_path / "whole", [made] * 3)
     faults = [
-        (2, signal.SIGSTOP, "has sent no heartbeat for 4 seconds"),
+        (2, signal.SIGSTOP, "has sent no heartbeat for 10 seconds"),
         (0, signal.SIGKILL, "closed its connection"),
-        (0, signal.SIGSTOP, "has sent no heartbeat for 4 seconds"),
+        (0, signal.SIGSTOP, "has sent no heartbeat for 10 seconds"),
     ]
     for number, (rank, what, why) in enumerate(faults):
         fails = {rank: Fails(2 if number == 0 else 1, what)}
-        patience = 4.0 if what == signal.SIGSTOP else 20.0
-        ended = peers(tmp_path / "parts", [made] * 3, resume=number > 0, fails=fails, patience=patience)
+        patience = {"patience": 10.0} if what == signal.SIGSTOP else {}
+        ended = peers(tmp_path / "parts", [made] * 3, resume=number > 0, fails=fails, **patience)
         for other in {0, 1, 2} - {rank}:
             named = f"PeerError: peer {rank} ('w{rank}' on {socket.gethostname()}) {why}; complete rounds"
             assert named in ended[other].text
@@ -75,7 +76,7 @@ class Sleeps(Callback):
     """A visit that takes long."""
 
     def on_task_end(self, what, done, of):
-        time.sleep(60)
+        time.sleep(WATCHDOG)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +112,11 @@ def test_words_that_cannot_be_read_end_the_run_of_all(key, word, verdict):
     keeper, peer 0."""
     store = HashStore()
     store.set(beat_key(1), Beat().text())
-    watch = Watch(store, 0, ["peer 0", "peer 1"], 0, 1.0)
+    watch = Watch(store, 0, ["peer 0", "peer 1"], 0, WATCHDOG)
     watch.start()
     watch.hush()
     store.set(key, word)
-    assert watch.wait_for_verdict(10.0).startswith(verdict)
+    assert watch.wait_for_verdict(WATCHDOG).startswith(verdict)
     watch.leave("left")
 
 
@@ -187,7 +188,7 @@ class ReadsUntilTheVerdict(Callback):
 
         def slow(message, most):
             if reading:
-                assert reading[0].wait_for_verdict(30.0)
+                assert reading[0].wait_for_verdict(WATCHDOG)
             return decode(message, most)
 
         PeerRounds._read, validation.decode_upload = note, slow
@@ -217,7 +218,7 @@ def test_a_model_that_cannot_come_is_not_awaited(monkeypatch):
         monkeypatch.setattr(links.dist, name, refused)
     store, ended = HashStore(), []
     store.set(beat_key(1), Beat().text())
-    watch = Watch(store, 0, ["peer 0", "peer 1"], 0, 60.0)
+    watch = Watch(store, 0, ["peer 0", "peer 1"], 0, WATCHDOG)
     watch.start()
     watch.hush()
 
@@ -231,7 +232,7 @@ def test_a_model_that_cannot_come_is_not_awaited(monkeypatch):
 
     thread = threading.Thread(target=swap, daemon=True)
     thread.start()
-    thread.join(20.0)
+    thread.join(WATCHDOG)
     watch.leave("left")
     (text,) = ended
     assert text.startswith("peer 1 closed its connection")
@@ -242,12 +243,13 @@ def test_peers_that_live_but_do_not_finish_a_round_are_named():
     store = HashStore()
     store.set(beat_key(1), Beat(round=3).text())
     store.set(beat_key(2), Beat(round=2).text())
-    watch = Watch(store, 0, ["peer 0", "peer 1", "peer 2"], 0, 60.0)
+    watch = Watch(store, 0, ["peer 0", "peer 1", "peer 2"], 0, WATCHDOG)
     watch.committed(3)
     watch.start()
     watch.hush()
     watch.limit_rounds(1.0)
-    assert watch.wait_for_verdict(20.0).startswith("round 3 was not committed within 1 seconds by peer 2;")
+    verdict = watch.wait_for_verdict(WATCHDOG)
+    assert verdict.startswith("round 3 was not committed within 1 seconds by peer 2;")
     watch.leave("left")
 
 
@@ -275,9 +277,9 @@ def test_a_signal_that_is_swallowed_ends_the_process_all_the_same(monkeypatch):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except BaseException:
-            time.sleep(60)
+            time.sleep(WATCHDOG)
         os._exit(0)
-    assert end_of(child, 20.0) == 143
+    assert end_of(child) == 143
 
 
 @pytest.mark.parametrize("what", ["verdict", "main"])
@@ -289,13 +291,13 @@ def test_a_peer_ends_though_nothing_of_it_can_be_written(what):
             sys.stdout = sys.stderr = Path("/dev/full").open("w")  # noqa: SIM115
             if what == "main":
                 peer.ends_at_once(lambda: print("done"))()
-            watch = Watch(HashStore(), 0, ["peer 0"], 0, 60.0)
+            watch = Watch(HashStore(), 0, ["peer 0"], 0, WATCHDOG)
             watch.start()
             watch.accuse(None, "a peer is at fault")
-            time.sleep(15)
+            time.sleep(WATCHDOG)
         finally:
             os._exit(0)
-    assert end_of(child, 30.0) == 1
+    assert end_of(child) == 1
 
 
 def test_the_verdict_that_ends_a_peer_is_in_its_log_in_json(tmp_path):
@@ -307,15 +309,15 @@ def test_the_verdict_that_ends_a_peer_is_in_its_log_in_json(tmp_path):
 
             @output.command
             def hangs() -> None:
-                watch = Watch(HashStore(), 0, ["peer 0"], 0, 60.0)
+                watch = Watch(HashStore(), 0, ["peer 0"], 0, WATCHDOG)
                 watch.start()
                 watch.accuse(None, "a peer is at fault")
-                time.sleep(15)
+                time.sleep(WATCHDOG)
 
             hangs(log="json")
         finally:
             os._exit(0)
-    assert end_of(child, 30.0) == 1
+    assert end_of(child) == 1
     (entry,) = map(json.loads, (tmp_path / "err").read_text().splitlines())
     assert entry["level"] == "error"
     assert entry["message"].startswith("error: a peer is at fault; ")

@@ -123,12 +123,12 @@ def test_peers_that_do_not_agree_are_refused(place, tmp_path):
 def test_two_peers_with_one_rank_or_another_number_of_peers_are_told(tmp_path):
     """Two that both beat as peer 1 would wait for each other's neighbours for ever."""
     port = free_port()
-    ranks = [Place(rank, 3, "127.0.0.1", port, join=30) for rank in (0, 1, 1, 2)]
+    ranks = [Place(rank, 3, "127.0.0.1", port) for rank in (0, 1, 1, 2)]
     first, old, new, last = meet(tmp_path, ranks)
     assert (first, new, last) == ("met", "met", "met")
     assert old == "PeerError: another process has started as peer 1: give each peer its own --rank"
     port = free_port()
-    first, other = meet(tmp_path, [Place(0, 2, "127.0.0.1", port, join=4), Place(1, 3, "127.0.0.1", port)])
+    first, other = meet(tmp_path, [Place(0, 2, "127.0.0.1", port, join=8), Place(1, 3, "127.0.0.1", port)])
     assert "of 2 peers, 1 did not start" in first
     assert "PeerError: peer 1 has --peers 3, peer 0 has --peers 2: use one number" in other
 

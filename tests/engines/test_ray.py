@@ -21,6 +21,7 @@ from prefed.engines.backends import ray as backend
 from prefed.engines.backends.ray import count_actors
 from prefed.models.tiny import make_tiny
 from ray_cluster import TESTS, two_nodes, wait_for_nodes
+from waiting import WATCHDOG
 
 
 @pytest.fixture(scope="session")
@@ -266,7 +267,7 @@ def test_without_the_head_of_its_cluster_a_run_ends_with_our_message(tmp_path):
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     own["PYTHONPATH"] = os.pathsep.join([str(TESTS), own.get("PYTHONPATH", "")])
     words = [sys.executable, "-c", HEADLESS, str(tmp_path / "there")]
-    done = subprocess.run(words, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=WATCHDOG)
     assert "the head of the Ray cluster" in done.stdout, done.stderr
     assert "--resume" in done.stdout
     assert "terminate" not in done.stderr

@@ -19,6 +19,7 @@ from prefed.engines import BackendSettings, InProcess, JobFactory, WorkerError, 
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.backends import worker_pool
 from prefed.runs.build import job_factory
+from waiting import WATCHDOG
 
 FORKED = pytest.mark.usefixtures("forked_workers")
 
@@ -83,7 +84,7 @@ def test_the_task_of_a_lost_worker_is_done_again(tmp_path, caplog, number):
     made, hit = [], []
 
     def make(job, states):
-        made.append(workers(2, timeout=5)(job, states))
+        made.append(workers(2, timeout=0 if number == signal.SIGKILL else 5)(job, states))
         return made[0]
 
     class Hits(Callback):
@@ -95,7 +96,8 @@ def test_the_task_of_a_lost_worker_is_done_again(tmp_path, caplog, number):
     toy.run(tmp_path / "there", backend=make, callback=Hits())
     toy.run(tmp_path / "here")
     assert hit
-    assert caplog.text.count("retrying in another worker") == 1
+    # A time-out may meet another visit too, if the machine is busy.
+    assert caplog.text.count("retrying in another worker") >= 1
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 
@@ -156,7 +158,7 @@ def test_workers_end_with_their_parent(tmp_path):
     process = script(tmp_path / "a", tmp_path / "b", faults=faults)
     assert [process.stdout.readline() for _ in range(2)] == ["here\n", "hanging\n"]
     process.kill()
-    rest, _ = process.communicate(timeout=30)
+    rest, _ = process.communicate(timeout=WATCHDOG)
     assert set(rest.split()) <= {"hanging"}
 
 
@@ -168,7 +170,7 @@ def test_nothing_of_the_working_directory_or_the_main_module_is_run(tmp_path):
     for name in ("json", "torch", "typing", "subprocess", "pathlib", "prefed", "toy", "signal"):
         (cwd / f"{name}.py").write_text("import os\nos._exit(99)\n")
     process = script(tmp_path / "a", cwd)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=WATCHDOG)
     assert (process.returncode, out) == (0, "here\n")
     toy.run(tmp_path / "whole")
     assert toy.outcome(tmp_path / "a/run") == toy.outcome(tmp_path / "whole")

@@ -15,6 +15,7 @@ from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Phas
 from prefed.models import ModelError, stacked_lora
 from prefed.train import PairTrainer
 from prefed.train.lockstep import Lockstep
+from waiting import WATCHDOG
 
 DPO, ADAM = Objective("dpo", {"beta": 0.3}), Optimizer("adamw", lr=0.01)
 CLIENTS = {"a": np.arange(5), "b": np.arange(5, 7), "c": np.arange(7, 12)}
@@ -154,5 +155,5 @@ def test_an_error_in_a_visit_ends_all_of_them() -> None:
         Lockstep(visits.trainer, 3).run([partial(visits.visit, "a"), fails, partial(visits.visit, "b")])
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.daemon and "_run" in thread.name:
-            thread.join(5)
+            thread.join(WATCHDOG)
     assert threading.active_count() == before

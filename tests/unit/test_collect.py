@@ -22,6 +22,7 @@ from prefed.ui.collect import page
 from prefed.ui.collect.pairs import Choices, CollectError, DrawnPairs, recorded_pairs
 from prefed.ui.collect.response_generator import Drawing, ModelResponder
 from prefed.ui.collect.session import Progress
+from waiting import WATCHDOG
 
 
 def lines(folder):
@@ -275,7 +276,7 @@ class Echo:
 
 def until(opened, done):
     with opened.changed:
-        assert opened.changed.wait_for(done, timeout=30)
+        assert opened.changed.wait_for(done, timeout=WATCHDOG)
 
 
 @contextmanager

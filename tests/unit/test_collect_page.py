@@ -11,6 +11,7 @@ import pytest
 
 from collecting import RECORDS, Browser, serving, session
 from prefed.data import Message, Record
+from waiting import WATCHDOG
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -178,7 +179,7 @@ def test_a_body_whose_length_is_not_told_is_not_read(place):
     _, links, _ = place
     browser = Browser(links[0])
     host, (cookie,) = browser.root.removeprefix("http://"), browser.cookies
-    with closing(HTTPConnection(host, timeout=30)) as connection:
+    with closing(HTTPConnection(host, timeout=WATCHDOG)) as connection:
         headers = {"Cookie": f"{cookie.name}={cookie.value}", "Content-Length": "5"}
         connection.request("POST", "/undo", iter([b"x"]), headers | {"Transfer-Encoding": "chunked"})
         assert connection.getresponse().status == 413

@@ -31,6 +31,7 @@ from prefed.networks.federation.unix_socket import Door, ask, pack, unpack, when
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.store import StoreError
 from prefed.ui.cli import app
+from waiting import WATCHDOG
 from workers import CLIENTS
 
 
@@ -117,10 +118,10 @@ def test_who_waits_looks_and_gives_up():
         if len(looks) == 2:
             looked.set()
 
-    with Door(lambda request: b"yes" if looked.wait(60) else b"no") as door:
+    with Door(lambda request: b"yes" if looked.wait(WATCHDOG) else b"no") as door:
         with pytest.raises(TimeoutError):
             ask(door.path, b"", 0.01)
-        assert ask(door.path, b"", 60, look, 0.01) == b"yes"
+        assert ask(door.path, b"", WATCHDOG, look, 0.01) == b"yes"
 
 
 @pytest.mark.parametrize(

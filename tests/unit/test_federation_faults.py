@@ -13,6 +13,7 @@ from prefed.networks.federation.hub import FederationBackend, SiteError, Sites
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
+from waiting import WATCHDOG
 from workers import CLIENTS
 
 JOINED = {"clients": {}, "versions": {}}
@@ -111,7 +112,7 @@ def test_the_first_site_that_cannot_take_part_ends_the_beginning(tmp_path, answe
 
     class Reads:
         def answer(self, request):
-            read.append(over.wait(30))
+            read.append(over.wait(WATCHDOG))
             return pack(clients={}, versions={})
 
     class Broken:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import WATCHDOG
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "prefed"
 
@@ -197,3 +199,19 @@ def test_tested_versions_are_named_for_every_dependency() -> None:
     # prefed names its own extras.
     assert needed - pinned == {"prefed", "torch"}
     assert re.search(r"^TORCH +\?= torch==[\d.]+$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+
+
+def test_no_test_measures_time() -> None:
+    """Waits for what has to happen are as long as ``waiting.WATCHDOG``. A literal is for a time-out that a
+    test wants to expire: less than 10 seconds, on Ray 20, and never an end on the clock."""
+    waits = re.compile(r"monotonic\(\) \+ \d|mark\.timeout|(\btimeout=|\.(wait|join|wait_for)\()[1-9]\d")
+    allowed = {"unit/test_house.py", "engines/test_ray.py"}
+    found = [
+        f"{path.relative_to(ROOT / 'tests')}:{number}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if waits.search(line) and path.relative_to(ROOT / "tests").as_posix() not in allowed
+    ]
+    assert found == []
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]
+    assert options["timeout"] > 2 * WATCHDOG

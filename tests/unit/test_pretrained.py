@@ -39,6 +39,7 @@ from prefed.runs.build import of_parent
 from prefed.runs.start_or_resume import fitted
 from preferences import jsonl, tokenizer
 from small_models import causal
+from waiting import WATCHDOG
 
 
 class Touch:
@@ -159,7 +160,7 @@ def test_a_folder_that_is_no_model_gets_one_line(tmp_path):
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     env.pop("TRANSFORMERS_VERBOSITY", None)
     words = [sys.executable, "-c", EACH, *FOLDERS]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=WATCHDOG)
     lines: dict[str, list[str]] = {}
     for stream in (done.stdout, done.stderr):
         for part in stream.split("## ")[1:]:

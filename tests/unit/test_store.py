@@ -19,6 +19,7 @@ from crashes import Crash, Failing, content
 from prefed.core import State, files
 from prefed.core.wire import encode
 from prefed.store import NodeFile, RunReader, RunWriter, StoreError, client_file, writer
+from waiting import WATCHDOG
 
 
 def state(value):
@@ -235,7 +236,7 @@ def test_a_killed_process_holds_nothing(tmp_path):
     ready = context.Event()
     holder = context.Process(target=hold, args=(tmp_path / "run", ready))
     holder.start()
-    assert ready.wait(30)
+    assert ready.wait(WATCHDOG)
     with pytest.raises(StoreError, match=f"process {holder.pid}"):
         RunWriter(tmp_path / "run", resume=True)
     os.kill(holder.pid, signal.SIGKILL)

@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from textwrap import dedent
 
@@ -25,6 +24,7 @@ from prefed.runs.sweep_child import code_version, commits, run_in_process
 from prefed.ui.cli import app
 from prefed.ui.pages.sweep import keep, rate
 from preferences import jsonl
+from waiting import WATCHDOG, until
 
 ADAPTIVE = (1e-3, 3e-3, 9e-3)
 ROWS = [{"prompt": f"Say {k}", "chosen": f" yes {k}", "rejected": f" no {k}"} for k in range(24)]
@@ -330,7 +330,7 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
     forever = f"""
         import sys, types, os, time, pathlib
         def main():
-            pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)
+            pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep({WATCHDOG})
         sys.modules["prefed.ui.cli"] = types.SimpleNamespace(main=main)
     """
     parent = f"""
@@ -343,14 +343,10 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
         asyncio.run(child._command(run, "run"))
     """
     with subprocess.Popen([sys.executable, "-c", dedent(parent)]) as process:
-        until = time.monotonic() + 60
-        while not (pid.exists() and pid.read_text()) and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
+        until(lambda: (pid.exists() and pid.read_text()) or process.poll() is not None, "the command's start")
         process.kill()
     number = int(pid.read_text())
-    while alive(number) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(number)
+    until(lambda: not alive(number), "the command's end")
 
 
 def test_runs_share_a_folder_beside_them_or_the_users_own(tmp_path, monkeypatch):
@@ -481,11 +477,9 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
     program = [sys.executable, "-m", "prefed", *words]
     child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run = tmp_path / "out/toy/local-lr0.001-seed1"
-    until = time.monotonic() + 120
-    while not (run / "checkpoint").exists() and child.poll() is None and time.monotonic() < until:
-        time.sleep(0.05)
+    until(lambda: (run / "checkpoint").exists() or child.poll() is not None, "the first checkpoint")
     child.send_signal(signal.SIGTERM)
-    output, _ = child.communicate(timeout=120)
+    output, _ = child.communicate(timeout=WATCHDOG)
     assert (child.returncode, "the same command continues from here" in output) == (130, True), output
 
     async def command(run, *words):
