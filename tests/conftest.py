@@ -59,6 +59,12 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def shared_cases() -> Path:
+    """The folder ``../shared/cases`` with small inputs that were read wrongly; skipped where it is absent."""
+    return _beside("cases")
+
+
+@pytest.fixture(scope="session")
 def smollm2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """SmolLM2-135M-Instruct's tokenizer with its chat template; skipped where it cannot be had.
 

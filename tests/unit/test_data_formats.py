@@ -6,7 +6,7 @@ import math
 import pytest
 
 from prefed.data import FORMATS, DataConfig, DataError, Message, Source
-from prefed.data.errors import ErrorCollector, RowError
+from prefed.data.errors import ErrorCollector
 from prefed.data.sources import ReadCounts, formats, read_records
 from prefed.data.sources.pairs import RawPair, split_dialogue, split_prompt
 
@@ -393,13 +393,13 @@ def test_messages_as_json_text(tmp_path, shape):
     [
         ('[{"name": "Hi"}]', "a", "b"),
         ('[{"role": "user", "content": "Hi"}', "a", "b"),
-        ('[{"role": "admin", "content": "Hi"}]', "a", "b"),
+        ('[{"role": "user"}, {"role": "admin"}]', "a", "b"),
         ("[{" * 9000, "a", "b"),
         ("Write messages.", json.dumps([{"role": "user", "content": "Hi"}]), "No."),
     ],
 )
 def test_other_json_is_text(tmp_path, prompt, chosen, rejected):
-    """Other objects, half a list, an unknown role, and one response of JSON next to one of words."""
+    """Other objects, half a list, roles without content, and one response of JSON next to one of words."""
     ((record,), _) = read(tmp_path, [{"prompt": prompt, "chosen": chosen, "rejected": rejected}])
     assert (record.prompt, record.chosen, record.rejected) == (prompt, chosen, rejected)
 
@@ -428,14 +428,80 @@ def test_a_thumb_may_start_like_its_prompt(prompt, response, expected):
         ("Hi", [], [], "chosen is empty"),
         ("Hi", ["x"], reply("b"), "must contain only messages, not a string"),
         ("Hi", [{"role": "tool", "content": "x"}], reply("b"), "role 'tool'"),
-        ("Hi", [{"role": "assistant", "content": None}], reply("b"), "content that is not text"),
+        ("Hi", [{"role": "assistant", "content": None}], reply("b"), "content that is not text, but null"),
+        (
+            "Hi",
+            reply([{"type": "image_url", "image_url": "x"}]),
+            reply("b"),
+            "a part of type 'image_url'; only text",
+        ),
+        (
+            "Hi",
+            reply([{"text": "a", "cache_control": 1}]),
+            reply("b"),
+            "chosen has a text part with cache_control,",
+        ),
+        *(
+            (
+                "Hi",
+                [{"role": "assistant", "content": text, **more}],
+                reply("b"),
+                f"chosen has a message with {key},",
+            )
+            for text in ("a", None)
+            for key, more in {
+                "tool_calls": {"tool_calls": [{"id": "1"}]},
+                "reasoning_content, name": {"reasoning_content": "so", "name": "ann"},
+                "weight": {"weight": 0},
+                "value": {"value": "other text"},
+            }.items()
+        ),
+        ("Hi", json.dumps([{"role": "tool", "content": "x"}]), json.dumps(reply("b")), "role 'tool'"),
+        ("Hi", repr(reply("a")), repr(reply("b")), "Python text"),
+        (
+            *(
+                None,
+                "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+                "\n\nHuman: a\n\nAssistant: x",
+            ),
+            "chosen must have one assistant message after the common beginning of both .* with 'Human:'",
+        ),
+        (
+            None,
+            "<|im_start|>user\nHi",
+            "<|im_start|>system\nHi<|im_start|>user\nHo",
+            "rejected must have one .* '<|im_start|>'",
+        ),
         ({"a": 1}, " a", " b", "prompt must be text or a list of messages, not an object"),
         (None, None, " b", "chosen is missing"),
     ],
 )
-def test_refuses_other_forms(prompt, chosen, rejected, message):
-    with pytest.raises(RowError, match=message):
-        split_prompt(RawPair(prompt, chosen, rejected))
+def test_refuses_other_forms(tmp_path, prompt, chosen, rejected, message):
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, [row if prompt is not None else {name: row[name] for name in ("chosen", "rejected")}])
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_what_a_message_may_hold(tmp_path):
+    """Text parts are joined by line breaks; a key without a value, which `datasets` fills in, is no loss."""
+    empty = {"tool_calls": None, "name": "", "images": []}
+    row = {
+        "prompt": [{"role": "user", "content": parts("Look:", "a cat"), **empty}],
+        "chosen": [
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Yes.", "image": None}]}
+        ],
+        "rejected": reply(["No.", "Not at all."]),
+    }
+    ((record,), _) = read(tmp_path, [row])
+    assert (record.prompt, record.chosen, record.rejected) == (
+        user("Look:\na cat"),
+        "Yes.",
+        "No.\nNot at all.",
+    )
 
 
 def test_a_missing_prompt_is_not_an_implicit_one(tmp_path):

@@ -39,6 +39,15 @@ def test_the_last_characters_of_both_branches_are_scored(build):
     assert dataset.tokens.record(0).chosen == whole[-12:]
 
 
+def test_whole_dialogues_may_differ_early(build):
+    """No response is split off, so what follows the first difference is scored like everything else."""
+    early = [f"{TURN} {first}{TURN} Yes." for first in ("A dog.", "A cat.")]
+    assert texts(build([dict(zip(("chosen", "rejected"), early, strict=True))])) == [
+        "$",
+        *(f"{text}$" for text in early),
+    ]
+
+
 @pytest.mark.parametrize("prompt", [TURN, [{"role": "user", "content": "What is it?"}]])
 def test_a_prompt_is_scored_too(build, prompt):
     """A text prompt, or a conversation in the Human/Assistant form."""

@@ -220,7 +220,7 @@ def read_rows(
 
 def _record(raw: RawPair, domain: str | None, config: DataConfig, counts: ReadCounts) -> Record | None:
     """Return the record of a pair or thumb, or ``None`` if the responses are equal or one is too short."""
-    prompt, chosen, rejected, repeated_prompt = split_prompt(raw)
+    prompt, chosen, rejected, repeated_prompt = split_prompt(raw, several_turns=config.score == "whole")
     if config.score == "whole":
         chosen, rejected = whole_texts(prompt, (chosen, rejected), config.tail_characters)
         prompt = ""

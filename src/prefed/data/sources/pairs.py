@@ -19,6 +19,10 @@ from prefed.data.sources.files import Row, type_name
 TURN = "\n\nAssistant:"
 """The marker of an assistant turn in a dialogue written as one text."""
 
+_LATER_TURN = re.compile(
+    r"\n\n(?:Human|Assistant):|<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|\[INST\]"
+)
+"""The beginning of a turn in a dialogue written as one text."""
 _ROLES: Mapping[str, Role] = {
     "system": "system",
     "user": "user",
@@ -27,6 +31,7 @@ _ROLES: Mapping[str, Role] = {
     "gpt": "assistant",
     "model": "assistant",
 }
+_MESSAGE_KEYS = {"role", "content", "from", "value"}
 _SPLITS: Mapping[str, Split] = {
     "train": "train",
     "validation": "validation",
@@ -115,15 +120,25 @@ def list_at(row: Row, name: str) -> list[Any]:
 
 
 def messages_or_text(value: Any) -> Any:
-    """Return the messages in a JSON text, as in CSV files; any other value unchanged."""
-    if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
+    """Return the messages in a JSON text, as in CSV files; any other value unchanged.
+
+    Raises:
+        RowError: the text is a list of messages as Python, not JSON, writes it.
+    """
+    if not isinstance(value, str) or not (start := re.match(r"\s*\[\s*\{\s*(?:'(\w+)')?", value)):
         return value
+    if start[1] in _MESSAGE_KEYS:
+        raise RowError(
+            "a list of messages is written as Python text, as pandas does in CSV files, not as JSON; write "
+            'the rows with to_json(FILE, orient="records", lines=True)'
+        )
     try:
         messages = json.loads(value)
-        parse_messages(messages, "")
     except (ValueError, RecursionError):
         return value
-    return messages
+    # Other lists of objects are text, e.g. a task about JSON.
+    known = all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in messages)
+    return messages if known and any(turn.keys() & {"content", "value"} for turn in messages) else value
 
 
 def _mismatch(name: str, expected: str, value: Any) -> RowError:
@@ -261,18 +276,24 @@ def parse_split(item: Any) -> Split | None:
     raise RowError(f"split must be one of {', '.join(_SPLITS)}, not {item!r}")
 
 
-def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bool]:
+def split_prompt(
+    pair: RawPair, *, several_turns: bool = False
+) -> tuple[str | tuple[Message, ...], str, str, bool]:
     r"""Separate the prompt of a pair from its two responses.
 
     - Two texts and a prompt are used unchanged, except that a prompt repeated by both responses, as whole
       words, is removed from them.
     - Two texts without a prompt are whole dialogues. They are split at the last common ``"\n\nAssistant:"``,
-      or else at the last whitespace before the first difference.
+      or else at the last whitespace before the first difference. Responses with later turns of the user are
+      refused, as in lists of messages.
     - Two lists of messages each end with one assistant message, the response. Their common beginning, after
       the given prompt, if any, is the prompt.
 
     For a thumb, the two responses are the same. Since one response may start like its prompt by chance, only
     a prompt that ends in a colon or whitespace is removed.
+
+    Args:
+        several_turns: allow later turns in the responses of whole dialogues.
 
     Returns:
         Prompt, chosen response, rejected response, and whether a repeated prompt was removed.
@@ -293,7 +314,14 @@ def split_prompt(pair: RawPair) -> tuple[str | tuple[Message, ...], str, str, bo
             raise RowError(f"completion must end with an assistant message, not {both[0][-1].role}")
         return (*_split_conversation(prompt, *both), False)
     if prompt is None:
-        return (*split_dialogue(chosen, rejected), False)
+        start, *responses = split_dialogue(chosen, rejected)
+        for name, text in zip(names, responses, strict=True):
+            if not several_turns and (turn := _LATER_TURN.search(text)):
+                raise RowError(
+                    f"{name} must have one assistant message after the common beginning of both dialogues, "
+                    f"but continues with {turn[0].strip()!r}; end both dialogues with the response"
+                )
+        return start, responses[0], responses[1], False
     if not isinstance(prompt, str):
         return parse_messages(prompt, "prompt"), chosen, rejected, False
     if prompt.strip() and chosen.startswith(prompt) and rejected.startswith(prompt):
@@ -354,15 +382,48 @@ def parse_messages(item: Any, name: str) -> tuple[Message, ...]:
     for turn in item:
         if not isinstance(turn, Mapping):
             raise RowError(f"{name} must contain only messages, not {type_name(turn)}")
-        role = turn.get("role", turn.get("from"))
-        content = turn.get("content", turn.get("value"))
+        keys = "from" if "role" not in turn else "role", "value" if "content" not in turn else "content"
+        _refuse_other_keys(turn, keys, f"{name} has a message")
+        role, content = (turn.get(key) for key in keys)
         if not isinstance(role, str) or role not in _ROLES:
             raise RowError(f"{name} has a message with role {role!r}; known roles: {', '.join(_ROLES)}")
-        if not isinstance(content, str):
-            hint = "; join the parts of the list into one text" if isinstance(content, list) else ""
-            raise RowError(f"{name} has a message with content that is not text{hint}")
-        turns.append(Message(_ROLES[role], content))
+        turns.append(Message(_ROLES[role], _content(content, name)))
     return tuple(turns)
+
+
+def _content(value: Any, name: str) -> str:
+    """Return the content of a message: a text, or text parts, which are joined by line breaks as in vLLM."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{name} has a message with content that is not text, but {type_name(value)}")
+    texts = []
+    for part in value:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type_name(part)
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            raise RowError(f"{name} has a message with a part of type {kind!r}; only text is supported")
+        if isinstance(part, Mapping):
+            _refuse_other_keys(part, ("type", "text"), f"{name} has a text part")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+_TEXT_PARTS = ("text", "input_text", "output_text", type_name(""))
+
+
+def _refuse_other_keys(item: Mapping[Any, Any], known: Sequence[str], what: str) -> None:
+    """Refuse what would be lost, such as ``tool_calls`` or ``weight``. Empty values are no loss.
+
+    Raises:
+        RowError: another key has a value.
+    """
+    others = [str(key) for key, value in item.items() if key not in known and value not in (None, "", [], {})]
+    if others:
+        raise RowError(
+            f"{what} with {', '.join(others)}, but only its role and text are used; write what the model "
+            "should see into the text, and remove the other keys"
+        )
 
 
 def _split_conversation(
