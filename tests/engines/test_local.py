@@ -60,9 +60,9 @@ def test_the_record_of_a_round(tmp_path):
     listener = Listener()
     toy.run(tmp_path / "run", rounds=2, callback=listener)
     first, second = records(tmp_path / "run")
-    assert list(first)[:9] == [
-        "round", "loss", "preference_accuracy", "reward_accuracy", "evaluation",
-        "bytes_up", "bytes_down", "seconds", "cohort",
+    assert list(first)[:11] == [
+        "round", "loss", "preference_accuracy", "reward_accuracy", "chosen_shift", "rejected_shift",
+        "evaluation", "bytes_up", "bytes_down", "seconds", "cohort",
     ]  # fmt: skip
     assert second["merges"] == 2
     assert second["score"] > 0

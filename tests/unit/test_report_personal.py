@@ -10,7 +10,7 @@ from finished import CLIENTS, write_run
 from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.pages import clients, round_curves
-from prefed.ui.pages.comparison_tables import reward_table
+from prefed.ui.pages.comparison_tables import reward_table, shift_table
 from prefed.ui.pages.page import render
 from prefed.ui.pages.tables import terminal
 
@@ -137,6 +137,22 @@ def test_a_run_without_either_says_nothing_of_them(tmp_path):
     page = render(read_run(write_run(tmp_path / "run")))
     for words in ("personalises", "reward head", "agreement"):
         assert words not in page
+
+
+def test_shifts_are_a_chart_and_a_table_where_runs_have_them(tmp_path, gated):
+    """The chart starts at 0, the base model. A run from before the metric has neither."""
+    curves = {"chosen_shift": [1.0, -4.25], "rejected_shift": [-2.0, -9.0]}
+    ends = {name: values[-1] for name, values in curves.items()}
+    run = read_run(write_run(tmp_path / "run", figures=curves, **ends))
+    (chart,) = round_curves.shifts(run)
+    assert [line.points for line in chart.panels[0].shown] == [
+        [(0.0, 0.0), (1.0, 1.0), (2.0, -4.25)],
+        [(0.0, 0.0), (1.0, -2.0), (2.0, -9.0)],
+    ]
+    assert chart.alt.endswith("ends at -4.2 nats (chosen) and -9.0 nats (rejected).")
+    assert not {*curves} & {*round_curves.own_metrics(run), *round_curves.evaluated_metrics(run)}
+    assert re.search(r"run +-4.250 +-9.000", printed(terminal(shift_table([run, gated], ["run", "gated"]))))
+    assert (round_curves.shifts(gated), shift_table([gated], ["gated"])) == ([], None)
 
 
 def test_a_comparison_sets_reward_heads_side_by_side_where_runs_have_one(gated, rewarded):

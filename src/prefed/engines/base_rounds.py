@@ -23,6 +23,7 @@ from prefed.privacy.accountant import require
 from prefed.store import RunWriter
 from prefed.train.metrics import (
     MEAN_METRICS,
+    SHIFT_METRICS,
     FederatedMetric,
     collapse_warning,
     divergence_warning,
@@ -332,6 +333,7 @@ class Course(ABC):
         evaluation, standing = (evaluated.record, evaluated.standing) if evaluated else (None, None)
         if evaluation is not None:
             content |= {name: evaluation[name]["mean"] for name in ROUND_METRICS}
+            content |= {name: evaluation[name] for name in SHIFT_METRICS if name in evaluation}
             content["evaluation"] = evaluation
         if self.job.privacy.kind is not None:
             content["epsilon"] = spent(self.job, content["round"], self.writer.begun.times())

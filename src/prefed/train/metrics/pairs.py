@@ -24,13 +24,15 @@ ACCURACY_METRICS = (
     "majority_accuracy",
 )
 """Metrics that are shares of a client's pairs. Runs record them per client."""
-MEAN_METRICS = ("margin", "explicit_margin", "dpo_loss", "choice_loss", *THUMB_METRICS)
+SHIFT_METRICS = ("chosen_shift", "rejected_shift")
+"""Gains in log-probability over the base model: if that of chosen responses falls below 0, text may break."""
+MEAN_METRICS = ("margin", *SHIFT_METRICS, "explicit_margin", "dpo_loss", "choice_loss", *THUMB_METRICS)
 """All other metrics. Runs record only their mean over clients."""
 REWARD_METRICS = ("combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin")
 """Metrics of models with an explicit reward head only."""
 CHOICE_METRICS = ("majority_accuracy", "choice_loss")
 """Metrics of selectors only; the first requires several selectors."""
-POLICY_METRICS = ("normalized_accuracy", "dpo_loss")
+POLICY_METRICS = ("normalized_accuracy", *SHIFT_METRICS, "dpo_loss")
 """Metrics of policies only, besides :data:`REWARD_METRICS`."""
 LOWER_IS_BETTER = frozenset({"dpo_loss", "choice_loss", "kto_loss"})
 """Metrics whose highest value is the worst."""
@@ -108,8 +110,9 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
         - ``baseline_accuracy``: log π_ref(y_w|x) > log π_ref(y_l|x).
         - ``normalized_accuracy``: as ``preference_accuracy``, with log-probabilities per token.
 
-        Means over pairs: ``margin`` is Δ_ir in nats, ``dpo_loss`` is −log σ(β Δ_ir). With a reward head also
-            the shares ``combined_accuracy`` (Δ_ir + weight · Δ_er > 0), ``explicit_accuracy`` (Δ_er > 0) and
+        Means over pairs: ``margin`` is Δ_ir in nats, ``chosen_shift`` and ``rejected_shift`` are its two
+            terms log π_θ(y|x) − log π_ref(y|x), ``dpo_loss`` is −log σ(β Δ_ir). With a reward head also the
+            shares ``combined_accuracy`` (Δ_ir + weight · Δ_er > 0), ``explicit_accuracy`` (Δ_er > 0) and
             ``agreement`` (margins of equal sign), and the mean ``explicit_margin`` (Δ_er).
 
         Ties, and pairs whose log-probability under π_θ is not finite, count as wrong. ``not_finite`` is the
@@ -133,6 +136,8 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
         "baseline_accuracy": reference[:, 0] > reference[:, 1],
         "normalized_accuracy": finite & (per_token[:, 0] > per_token[:, 1]),
         "margin": margin,
+        "chosen_shift": gain[:, 0],
+        "rejected_shift": gain[:, 1],
         "dpo_loss": losses,
     }
     if scores.rewards is not None:

@@ -11,6 +11,7 @@ from prefed.core.text import duration, size
 from prefed.runs.finished_run import RunRecord, judged_of
 from prefed.runs.metrics import REWARDED
 from prefed.runs.seed_groups import ACCURACIES, by_seed
+from prefed.train.metrics import SHIFT_METRICS
 from prefed.ui.pages.comparison_data import (
     NAMES,
     Compared,
@@ -87,6 +88,7 @@ def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
     judged = [(n, e.summary) for n, run in zip(names, compared.runs, strict=True) for e in judged_of(run)]
     some = (
         runs_table(compared, names),
+        shift_table(compared.runs, names),
         reward_table(compared.runs, names),
         selectors_table(compared.runs, names),
         judged_table([summary for _, summary in judged], [name for name, _ in judged]),
@@ -176,6 +178,17 @@ def reward_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | Non
         rows.append((name, [cell(value) for value in (*shares, *margins)]))
     title = "Explicit reward heads, means over clients."
     return Table(title, ["run", *heads, "policy margin", "head margin"], rows)
+
+
+def shift_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
+    """Changes in the log-probability of responses; ``None`` if no run has measured them."""
+    measured = [(name, run) for name, run in zip(names, runs, strict=True) if SHIFT_METRICS[0] in run.summary]
+    if not measured:
+        return None
+    heads = [name.replace("_", " ") for name in SHIFT_METRICS]
+    rows = [(name, [cell(run.summary.get(metric)) for metric in SHIFT_METRICS]) for name, run in measured]
+    title = "Mean change in the log-probability of responses over the base model, in nats."
+    return Table(title, ["run", *heads], rows)
 
 
 def selectors_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:

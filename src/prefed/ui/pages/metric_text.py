@@ -12,6 +12,9 @@ from prefed.ui.pages.tables import Facts
 NUMBERS = {
     "margin": "mean implicit reward margin: the gain in log-probability of the chosen response over that of "
     "the rejected response, in nats.",
+    "chosen_shift": "mean gain in log-probability of chosen responses over the base model, in nats. If it "
+    "falls below 0, answers may loop or become nonsense, whatever the accuracies say.",
+    "rejected_shift": "the same of rejected responses.",
     "explicit_margin": "mean reward-head score of the chosen response minus that of the rejected response.",
     "dpo_loss": "mean DPO loss: −log σ(beta × margin).",
     "kto_loss": "mean KTO loss of thumbs, with equal weights.",

@@ -13,6 +13,7 @@ import numpy as np
 from prefed.core.text import duration, pluralize, size
 from prefed.runs.finished_run import RunRecord
 from prefed.runs.metrics import REWARD_MEANING, REWARDED
+from prefed.train.metrics import SHIFT_METRICS
 from prefed.ui.pages.chart_data import (
     ROUNDS,
     Axis,
@@ -84,7 +85,23 @@ def accuracy_charts(run: RunRecord) -> list[Chart]:
                 [Panel(ROUNDS, Axis("training loss"), [line], height=240)],
             )
         )
-    return [*charts, *reward_head(run)]
+    return [*charts, *shifts(run), *reward_head(run)]
+
+
+def shifts(run: RunRecord) -> list[Chart]:
+    """Chart of the log-probabilities of chosen and rejected responses; empty if they were not measured."""
+    curves = {name: run.curve(name) for name in SHIFT_METRICS if name in run.own_figures}
+    if len(curves) < len(SHIFT_METRICS):
+        return []
+    lines, ends = [], []
+    for index, (name, (rounds, values)) in enumerate(curves.items()):
+        label, look = name.removesuffix("_shift"), Look(color_of(index), mark=index)
+        lines.append(over_rounds(label, [0, *rounds], [0.0, *values], look, number))
+        ends.append(f"{values[-1]:+.1f} nats ({label})")
+    text = f"Log-probability of responses compared with the base model; it ends at {' and '.join(ends)}."
+    caption = "Means per response. If chosen responses fall below 0, answers may loop or become nonsense."
+    panel = Panel(ROUNDS, Axis("change in log-probability, nats"), lines, height=240)
+    return [Chart("shift", text, caption, [panel])]
 
 
 def reward_head(run: RunRecord) -> list[Chart]:
@@ -277,12 +294,14 @@ def cost(run: RunRecord) -> Chart:
 
 def evaluated_metrics(run: RunRecord) -> list[str]:
     """Further metrics from evaluations on held-out pairs, such as ``margin``."""
-    return [n for n in run.own_figures if any(n in record.get("evaluation", {}) for record in run.rounds)]
+    measured = {name for record in run.rounds for name in record.get("evaluation", {})} - {*SHIFT_METRICS}
+    return [name for name in run.own_figures if name in measured]
 
 
 def own_metrics(run: RunRecord) -> list[str]:
     """Metrics of the method and its merge rule that no other chart shows."""
-    return [name for name in run.own_figures if name not in {*OWN_CHARTS, *evaluated_metrics(run)}]
+    shown = {*OWN_CHARTS, *SHIFT_METRICS, *evaluated_metrics(run)}
+    return [name for name in run.own_figures if name not in shown]
 
 
 def numbers(run: RunRecord, names: Sequence[str]) -> Numbers | None:

@@ -65,6 +65,8 @@ def print_result(
     if "majority_accuracy" not in summary:
         meaning = reward_meaning("kto_loss" in summary)
         console.print(f"reward accuracy: {meaning}", soft_wrap=True, style="dim")
+    if line := shift_line(summary):
+        console.print(line, soft_wrap=True)
     if summary["left_out"]:
         one, several = (f"{who} no {summary['split']} pairs and" for who in ("client has", "clients have"))
         console.print(f"{pluralize(summary['left_out'], f'{one} was', f'{several} were')} not evaluated")
@@ -144,6 +146,19 @@ def verdict(summary: Summary) -> str:
         text += f". Reward accuracy {reward:.3f}: training raises the chosen responses, but most, often the "
         text += "longer ones, are still less likely"
     return text
+
+
+def shift_line(summary: Mapping[str, Any]) -> str:
+    """How training changed the log-probabilities of responses, or ``""`` if that was not measured.
+
+    >>> shift_line({"chosen_shift": 3.61, "rejected_shift": -20.04})
+    'log-probability of chosen responses +3.6 nats, of rejected ones -20.0 (mean change over the base model)'
+    """
+    chosen, rejected = summary.get("chosen_shift"), summary.get("rejected_shift")
+    if chosen is None or rejected is None:
+        return ""
+    change = f"{chosen:+.1f} nats, of rejected ones {rejected:+.1f}"
+    return f"log-probability of chosen responses {change} (mean change over the base model)"
 
 
 def result_line(summary: Summary) -> str:
@@ -249,6 +264,8 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
         for loss, name_of_loss in losses.items():
             if loss in evaluation.figures:
                 console.print(f"{margin}, mean {name_of_loss} {evaluation.figures[loss]['mean']:.4f}")
+        if line := shift_line({name: values["mean"] for name, values in evaluation.figures.items()}):
+            console.print(line)
         if "explicit_margin" in evaluation.figures:
             explicit = evaluation.figures["explicit_margin"]["mean"]
             console.print(f"mean margin of the reward head {explicit:.3f}")

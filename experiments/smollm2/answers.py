@@ -1,0 +1,135 @@
+"""Clients with a visible taste for brief, formal or listed answers, and a program that judges answers.
+
+    python experiments/smollm2/answers.py
+    python experiments/smollm2/answers.py --out FOLDER
+
+For each taste, six clients want it (``like``), or three want it and three the opposite (``opposed``): long,
+casual, or unlisted answers. The pairs are on the topics of ``prefed.data.advice``, 40 to train and 12 to test
+per client, and no question of a test pair is one of a training pair. The 60 prompts are some of ``advice.py``
+and on no topic of a pair. Writes ``answers.prompts.jsonl``, and for each taste and each mix of clients
+``answers.TASTE.CLIENTS.train.jsonl`` and ``.test.jsonl``.
+
+:func:`utility` scores an answer for a taste. It counts words, so it cannot be fooled by a label.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefed.core import Key, files
+from prefed.data import advice
+
+HERE = Path(__file__).resolve().parent
+TASTES = ("brief", "formal", "lists")
+MIXES = {"like": (1, 1, 1, 1, 1, 1), "opposed": (1, 1, 1, -1, -1, -1)}
+"""Name → the sign of each client's taste."""
+PAIRS = {"train": 40, "test": 12}
+HELD_OUT = 60
+ASKED = ("{}", "Quick question: {}", "A friend asks me: {}", "Please help me. {}")
+FORMAL = re.compile(
+    r"\b(?:I would|would recommend|advisable|furthermore|in addition|certainly|moreover|therefore|sensible"
+    r"|thank you for|every success|of help to you|one should|consider)\b",
+    re.I,
+)
+CASUAL = re.compile(
+    r"\b(?:hey|oh|just|totally|basically|you see|plus|okay|cool|yeah|fun|got this|good luck)\b|['’]|!", re.I
+)
+ITEM = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s+\S")
+
+
+def utility(taste: str, text: str) -> float:
+    r"""How much an answer is to a taste; an empty one is worth less than any other.
+
+    ``brief``: minus the words. ``formal``: formal turns of phrase less casual ones, per word. ``lists``: the
+    share of lines that are items of a list.
+
+    >>> utility("brief", "Go to bed early."), utility("lists", "- Go to bed.\n- Get up.")
+    (-4.0, 1.0)
+    """
+    words = len(text.split())
+    if not words:
+        return -float("inf")
+    if taste == "brief":
+        return -float(words)
+    if taste == "formal":
+        return (len(FORMAL.findall(text)) - len(CASUAL.findall(text))) / words
+    lines = [line for line in text.splitlines() if line.strip()]
+    return sum(ITEM.match(line) is not None for line in lines) / len(lines)
+
+
+def answers(generator: np.random.Generator, topic: tuple[str, ...], taste: str) -> tuple[str, str]:
+    """An answer that is to the taste, and one that is to the opposite taste."""
+    _, do, reason, more = topic
+    first, second, third = (f"{part[0].upper()}{part[1:]}." for part in (do, reason, more))
+    if taste == "lists":
+        return f"- {first}\n- {second}\n- {third}", f"{first} {second} {third}"
+    if taste == "formal":
+        formal, casual = (advice.Style(casual=casual, brief=False) for casual in (False, True))
+        return advice.answer(generator, topic, formal), advice.answer(generator, topic, casual)
+    long = (
+        f"There are several things that you can do. One of them is to {do}, because {reason}. {third} "
+        f"It is worth trying this for a few weeks, since a new habit takes time to settle. "
+        f"If it does not work at once, do not give up: change one thing and wait for a few days."
+    )
+    return first, long
+
+
+def pairs(taste: str, mix: str, key: Key) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield split and row of every pair."""
+    topics = advice._TOPICS
+    parts = {"train": topics[: -advice.TESTED], "test": topics[-advice.TESTED :]}
+    for number, sign in enumerate(MIXES[mix]):
+        client = f"{'' if sign > 0 else 'not-'}{taste}-{number}"
+        generator = key.at(taste, client).numpy()
+        for split, count in PAIRS.items():
+            known = parts[split]
+            asked = [(topic, form) for form in ASKED for topic in known]
+            for place in generator.permutation(len(asked))[:count]:
+                topic, form = asked[place]
+                wanted, other = answers(generator, topic, taste)[::sign]
+                prompt = [{"role": "user", "content": form.format(topic[0])}]
+                yield split, {"prompt": prompt, "chosen": wanted, "rejected": other, "client": client}
+
+
+def prompts() -> list[dict[str, Any]]:
+    """Questions on topics that no pair has."""
+    spec = importlib.util.spec_from_file_location("smollm2_advice", HERE / "advice.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    rows: list[dict[str, Any]] = module.questions(7)[:HELD_OUT]
+    return rows
+
+
+def main() -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=HERE)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    tables: dict[str, list[dict[str, Any]]] = {"prompts": prompts()}
+    for taste in TASTES:
+        for mix in MIXES:
+            for split, row in pairs(taste, mix, Key(7)):
+                tables.setdefault(f"{taste}.{mix}.{split}", []).append(row)
+    for name, rows in tables.items():
+        path = args.out / f"answers.{name}.jsonl"
+        files.write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        print(f"{path}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()
