@@ -358,14 +358,20 @@ class Warned(Callback):
 
 
 def run(
-    path: Path, *, resume: bool = False, backend: Any = InProcess, callback: Any = None, **changes: Any
+    path: Path,
+    *,
+    resume: bool = False,
+    backend: Any = InProcess,
+    callback: Any = None,
+    answers: Any = None,
+    **changes: Any,
 ) -> State:
     """Run the toy in ``path`` to its end.
 
     ``backend`` makes a backend of the job and the store of private states, or is the name of one.
     """
     make = partial(registered, backend, text(**changes)) if isinstance(backend, str) else backend
-    return run_job(path, build(text(**changes)), make, callback, resume=resume)
+    return run_job(path, build(text(**changes)), make, callback, resume=resume, answers=answers)
 
 
 def registered(name: str, options: str, job: Job, states: Any, workers: int = 1) -> Any:
@@ -382,12 +388,18 @@ def registered(name: str, options: str, job: Job, states: Any, workers: int = 1)
 
 
 def run_job(
-    path: Path, job: Job, make: Any = InProcess, callback: Any = None, *, resume: bool = False
+    path: Path,
+    job: Job,
+    make: Any = InProcess,
+    callback: Any = None,
+    *,
+    resume: bool = False,
+    answers: Any = None,
 ) -> State:
     """Run any job in ``path`` to its end."""
     with RunWriter(path, resume=resume) as writer, make(job, writer.states) as backend:
         writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
-        return ServerRounds(job, writer, backend, callback or Callback()).run()
+        return ServerRounds(job, writer, backend, callback or Callback(), answers=answers).run()
 
 
 def outcome(path: Path) -> dict[str, Any]:

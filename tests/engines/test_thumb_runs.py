@@ -148,7 +148,9 @@ def test_what_a_client_may_report(place, tmp_path):
     )
     assert "does not expect: reward_up" in reason(pairs | {"reward_up": 0.5})
     assert "not finite" in reason(thumbs | {"reward_up": float("nan")})
-    assert "expects: chosen_shift, dpo_loss, normalized_accuracy" in reason(thumbs, replace(job, thumbs=False))
+    assert "expects: chosen_shift, dpo_loss, normalized_accuracy" in reason(
+        thumbs, replace(job, thumbs=False)
+    )
 
 
 def numbers(summary):

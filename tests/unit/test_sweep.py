@@ -52,11 +52,17 @@ def toy_cells(folder, *labels, further=2, more=""):
     return sweep_cells(path, folder)
 
 
+def health(loops):
+    """Health of 20 answers of which this share loops."""
+    shares = {"ends": 1.0, "empty": 0.0, "distinct_2": 0.9, "loops": loops}
+    return {"answers": 20, **shares, "length": 9.0, "surprise": 1.0, "surprise_band": [0.5, 1.0]}
+
+
 class Toy:
     """Carries no run out, but leaves what one leaves; its figures are a function of rate and seed."""
 
-    def __init__(self, figure, commit="abc1234", head=False):
-        self.figure, self.commit, self.head, self.calls = figure, commit, head, []
+    def __init__(self, figure, commit="abc1234", head=False, loops=None):
+        self.figure, self.commit, self.head, self.loops, self.calls = figure, commit, head, loops, []
 
     async def __call__(self, run):
         self.calls.append(run.out.name + (" test" if run.test else ""))
@@ -69,6 +75,9 @@ class Toy:
             (run.out / "config.toml").write_text(to_toml(fitted(run.experiment)))
             (run.out / "commit").write_text(self.commit + "\n")
         rest = {"bytes": {"up": 1_000_000, "down": 2_000_000}, "seconds": 1.0}
+        if self.loops is not None:
+            base, own = (health(loops) for loops in (0.0, self.loops(run.experiment.method.settings.lr)))
+            rest["text"] = {"base": base, "shared": own}
         (run.out / "summary.json").write_text(json.dumps({**figures, **rest}))
         if run.test:
             (run.out / "judged-test.json").write_text(json.dumps(figures))
@@ -175,6 +184,20 @@ def test_a_table_is_made_cell_by_cell(tmp_path):
     assert (row["lr"], row["seeds"], row["commits"]) == (9e-3, [1, 2, 3], ["abc1234"])
     assert list(row["validation"]) == ["0.001", "0.003", "0.009", "0.03"]
     assert statistics.mean(row["preference_accuracy.mean"]) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("broken", "best", "whole"), [(lambda lr: lr > 3e-3, 3e-3, "3 of 3"), (lambda lr: True, 9e-3, "0 of 3")]
+)
+def test_a_rate_that_breaks_text_is_not_selected_unless_all_do(tmp_path, broken, best, whole):
+    _, lines = make(toy := Toy(peak(9e-3), loops=lambda lr: 0.5 * broken(lr)), toy_cells(tmp_path))
+    assert f"local-lr{best}-seed3 test" in toy.calls
+    assert "toy local lr 0.009: validation 0.800, but its text is broken" in lines
+    (row,) = json.loads((tmp_path / "toy.json").read_text())
+    assert (row["lr"], 9e-3 in row["broken"], len(row["health"])) == (best, True, 3)
+    head, _, _, line = (tmp_path / "toy.md").read_text().splitlines()
+    place = head.split(" | ").index("whole text")
+    assert line.split(" | ")[place] == whole
 
 
 def test_a_table_takes_up_what_is_finished(tmp_path):

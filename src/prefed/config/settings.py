@@ -107,6 +107,13 @@ class EvaluateConfig(StrictModel):
     beta: float | None = Field(
         None, gt=0, description="beta of the reported DPO loss; default: the method's, else 0.1"
     )
+    text: int | None = Field(
+        None,
+        ge=0,
+        description="held-out prompts that the base model, the shared one and clients' own answer at every "
+        "evaluation, to measure the health of their text; default: with a chat model 10, and only after the "
+        "last round (with [stop]: at every evaluation), else 0",
+    )
     diagnose: int | None = Field(
         None,
         ge=1,
@@ -301,7 +308,12 @@ class ReportConfig(StrictModel):
         description="clients whose own models answer too; default: the first two, of a method with personal "
         "models",
     )
-    max_new_tokens: int = Field(60, ge=1, description="maximum number of tokens in an answer")
+    max_new_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="maximum number of tokens in an answer; default: twice those of the longest chosen "
+        "response of the held-out pairs, from 64 to 256",
+    )
 
     @field_validator("prompts", mode="before")
     @classmethod

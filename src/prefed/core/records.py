@@ -158,9 +158,10 @@ class DataFigures(TypedDict, total=False):
 
 
 class TextHealth(TypedDict):
-    """Health of the answers of a model (:data:`prefed.train.metrics.TEXT_METRICS`).
+    """Health of the answers of a model, or of several (:data:`prefed.train.metrics.TEXT_METRICS`).
 
     ``answers`` is their number, ``surprise_band`` the 10th and 90th percentile of surprise over them.
+    ``per_client`` contains the health of each client's own answers.
     """
 
     answers: Annotated[int, Field(ge=1)]
@@ -171,6 +172,15 @@ class TextHealth(TypedDict):
     empty: Share
     surprise: float
     surprise_band: Annotated[list[float], Field(min_length=2, max_length=2)]
+    per_client: NotRequired[dict[str, TextHealth]]
+
+
+class TextRecord(TypedDict):
+    """Health of text: of the base model, of the shared one, and of the clients' own, each on its prompts."""
+
+    base: TextHealth
+    shared: NotRequired[TextHealth]
+    own: NotRequired[TextHealth]
 
 
 @with_config(ConfigDict(strict=True))
@@ -202,6 +212,7 @@ class Summary(TypedDict):
     explicit_margin: NotRequired[float | None]
     dpo_loss: NotRequired[float | None]
     choice_loss: NotRequired[float | None]
+    text: NotRequired[TextRecord]
     kto_loss: NotRequired[float | None]
     reward_up: NotRequired[float | None]
     reward_down: NotRequired[float | None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
-from prefed.core.records import RoundRecord
+from prefed.core.records import RoundRecord, TextRecord
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import decode_state, encode
 from prefed.engines.backend import Backend, peak_memory_mb
@@ -17,7 +17,7 @@ from prefed.engines.job import Job
 from prefed.engines.privacy import spent
 from prefed.engines.simulated_fleet import ScheduledRound
 from prefed.engines.stopping import Standing
-from prefed.engines.tasks import Task, TaskResult
+from prefed.engines.tasks import ClientStates, Task, TaskResult
 from prefed.engines.validation import printable_reason, read_figures, read_upload
 from prefed.privacy.accountant import require
 from prefed.store import RunWriter
@@ -25,10 +25,12 @@ from prefed.train.metrics import (
     MEAN_METRICS,
     SHIFT_METRICS,
     FederatedMetric,
+    broken_text,
     collapse_warning,
     divergence_warning,
     federated_metrics,
     not_finite_counts,
+    text_warning,
 )
 
 ROUND_METRICS = ("preference_accuracy", "reward_accuracy")
@@ -89,11 +91,27 @@ class Evaluated:
     standing: Standing | None = None
 
 
+class Answers(Protocol):
+    """Lets models answer prompts after a round, as :class:`prefed.runs.answers.RoundAnswers`."""
+
+    def __call__(
+        self,
+        server: State,
+        publish: Callable[[str], Download],
+        states: ClientStates | None,
+        number: int,
+        *,
+        last: bool,
+    ) -> TextRecord | None:
+        """Write the answers that are due after round ``number``; return the health of their text, if any."""
+
+
 @dataclass(frozen=True)
 class Course(ABC):
     """Base class of the rounds of a run. Subclasses define a round.
 
     Attributes:
+        answers: writes what the models answer after a round; ``None``: nothing.
         writer: writer of a started run, which continues after the last committed round.
         callback: receives every event. An exception that it raises ends the run; committed rounds are kept.
     """
@@ -102,6 +120,7 @@ class Course(ABC):
     writer: RunWriter
     backend: Backend
     callback: Callback
+    answers: Answers | None = field(default=None, kw_only=True)
 
     def run(self) -> State:
         """Run and commit the remaining rounds; return the final server state."""
@@ -206,18 +225,25 @@ class Course(ABC):
             diagnosis.add(uploads[client])
         tally.figures |= diagnosis.figures()
 
-    def evaluate(self, publish: Callable[[str], Download], number: int) -> Evaluated:
+    def evaluate(self, server: State, publish: Callable[[str], Download], number: int) -> Evaluated | None:
         """Evaluate each client's model on its own pairs, and also for early stopping if that is configured.
 
-        Clients with fewer pairs than ``[privacy] minimum_pairs`` count only in means.
+        Models also answer the prompts that are due. Clients with fewer pairs than ``[privacy] minimum_pairs``
+        count only in means.
+
+        Args:
+            server: the server's state after the round.
+            publish: client → its download.
 
         Returns:
-            The record, which is ``None`` if no client's metrics may be listed. Its fields are:
+            ``None`` if the round ends without an evaluation. The record is ``None`` if no client's metrics
+            may be listed. Its fields are:
 
             - the metrics of :func:`~prefed.train.metrics.client_metrics` or
               :func:`~prefed.train.metrics.choice_metrics`: accuracies as a
               :class:`~prefed.train.metrics.FederatedMetric`, others as means over clients;
             - ``shared_accuracy`` of the published model, for personal methods;
+            - ``text``, the health of the models' answers, if they are measured;
             - with newcomers, ``unseen_accuracy`` for each number of local steps, and for several selectors
               ``unseen_selectors``: the accuracy of each and of their vote;
             - ``split``, ``clients`` (number evaluated) and ``left_out`` (number without pairs in the split);
@@ -228,17 +254,20 @@ class Course(ABC):
             RoundError: there are no metrics after the last round, and the summary needs them.
         """
         job = self.job
+        text = self._text(server, publish, number, last=number == job.rounds)
+        if not job.evaluates(number):
+            return None
         answers, reasons = self._answers(publish, number, (*job.evaluation_clients, *job.newcomers))
         pairs = self._pairs(job.split)
         figures, metrics = self._metrics(answers, job.evaluation_clients, pairs)
         _, unseen = self._metrics(answers, job.newcomers, pairs)
         if not metrics:
-            text = "no client has valid metrics"
+            problem = "no client has valid metrics"
             if number == job.rounds:
                 raise RoundError(
-                    f"round {number}: {text} after the last round. Earlier rounds are kept: resume the run"
+                    f"round {number}: {problem} after the last round. Earlier rounds are kept: resume the run"
                 )
-            self.warn(number, f"{text}; the evaluation is skipped")
+            self.warn(number, f"{problem}; the evaluation is skipped")
             return Evaluated(None)
         evaluation: dict[str, Any] = {name: metrics[name] for name in metrics if name not in MEAN_METRICS}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
@@ -257,15 +286,36 @@ class Course(ABC):
             self.warn(number, divergence_warning(broken, pairs))
         left_out = sum(not count for count in pairs.values())
         evaluation |= {"split": job.split, "clients": len(figures), "left_out": left_out}
-        return Evaluated(evaluation, self._judge(publish, number, metrics))
+        standing = self._judge(publish, number, metrics, healthy=not text or not broken_text(text))
+        if text is None and standing is not None and standing.stopped:
+            text = self._text(server, publish, number, last=True)
+        if text is not None:
+            evaluation["text"] = text
+            last: Mapping[str, Any] = self.writer.last or {}
+            if warning := text_warning(text, last.get("evaluation", {}).get("text")):
+                self.warn(number, warning)
+        return Evaluated(evaluation, standing)
+
+    def _text(
+        self, server: State, publish: Callable[[str], Download], number: int, *, last: bool
+    ) -> TextRecord | None:
+        if self.answers is None:
+            return None
+        return self.answers(server, publish, self.backend.states, number, last=last)
 
     def _judge(
-        self, publish: Callable[[str], Download], number: int, metrics: Mapping[str, FederatedMetric]
+        self,
+        publish: Callable[[str], Download],
+        number: int,
+        metrics: Mapping[str, FederatedMetric],
+        *,
+        healthy: bool,
     ) -> Standing | None:
         """The early-stopping state after a round.
 
         Args:
             metrics: metrics over clients on the job's split.
+            healthy: whether text is no worse than the base model's.
         """
         job, before = self.job, self.writer.commit.best if self.writer.commit else None
         if job.stop is None:
@@ -276,7 +326,7 @@ class Course(ABC):
         if not metrics:
             self.warn(number, "no client has valid validation metrics; early stopping ignores this round")
             return None if before is None else Standing(**before)
-        return job.stop.judge(before, number, metrics)
+        return job.stop.judge(before, number, metrics, healthy=healthy)
 
     def _answers(
         self,

@@ -61,19 +61,18 @@ class NeighbourRounds(Course):
 
     def _round(self, server: State, plan: ScheduledRound) -> State:
         started, job, number = time.perf_counter(), self.job, plan.number
-        now, tally, evaluated = job.round(number), Tally(), None
+        now, tally = job.round(number), Tally()
         self.begin(number)
         (exchange,) = job.method.exchanges
         after = self._exchange(exchange, now, tally)
         mean = self._state(mean_row(after.nodes, after.size, after.block).to(self._first.flat.dtype))
-        if job.evaluates(number):
-            rows = {client: node for node, client in enumerate(job.members)}
+        rows = {client: node for node, client in enumerate(job.members)}
 
-            def publish(client: str) -> Download:
-                own = self._state(after.row(rows[client])) if client in rows else mean
-                return job.method.publish(own, client)
+        def publish(client: str) -> Download:
+            own = self._state(after.row(rows[client])) if client in rows else mean
+            return job.method.publish(own, client)
 
-            evaluated = self.evaluate(publish, number)
+        evaluated = self.evaluate(mean, publish, number)
         self.diagnose(mean, now, tally)
         self.commit(mean, job.members, evaluated, tally, time.perf_counter() - started)
         return mean

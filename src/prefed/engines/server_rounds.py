@@ -46,7 +46,7 @@ class ServerRounds(Course):
 
     def _round(self, server: State, plan: ScheduledRound) -> State:
         started, job, number = time.perf_counter(), self.job, plan.number
-        now, tally, evaluated = job.round(number), Tally(), None
+        now, tally = job.round(number), Tally()
         aside = self.aside()
         visits = visits_without(job, plan, aside)
         cohort = [_Asked(visit.client, visit.started_from + 1) for visit in visits]
@@ -61,8 +61,7 @@ class ServerRounds(Course):
             if exchange.due(number):
                 asked = cohort if exchange.to == "cohort" else everybody
                 server = self._exchange(server, exchange, asked, now, tally)
-        if job.evaluates(number):
-            evaluated = self.evaluate(partial(job.method.publish, server), number)
+        evaluated = self.evaluate(server, partial(job.method.publish, server), number)
         self.diagnose(server, now, tally)
         if job.fleet is not None:
             tally.figures |= _schedule_record(plan)

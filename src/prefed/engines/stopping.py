@@ -49,13 +49,20 @@ class Stopping:
     delta: float = 0.0
 
     def judge(
-        self, before: Mapping[str, Any] | None, number: int, metrics: Mapping[str, FederatedMetric]
+        self,
+        before: Mapping[str, Any] | None,
+        number: int,
+        metrics: Mapping[str, FederatedMetric],
+        *,
+        healthy: bool = True,
     ) -> Standing:
         """The early-stopping state after round ``number``.
 
         Args:
             before: fields of the previous :class:`Standing`; ``None`` at the first evaluation.
             metrics: metrics over clients on validation pairs.
+            healthy: whether text is no worse than the base model's. A round of which it is worse is not the
+                best one.
 
         >>> rule, best = Stopping("preference_accuracy", patience=2), None
         >>> for number, share in enumerate((0.5, 0.7, 0.6, 0.7), 1):
@@ -68,7 +75,7 @@ class Stopping:
         if not math.isfinite(value):
             return self._no_better(old, number, None)
         sign = -1 if self.metric in LOWER_IS_BETTER else 1
-        if old.value is None or sign * (value - old.value) > self.delta:
+        if healthy and (old.value is None or sign * (value - old.value) > self.delta):
             return Standing(number, value, number, value)
         return self._no_better(old, number, value)
 

@@ -1,22 +1,33 @@
-"""What the models of a run write to the prompts of ``[report]``, round by round, in its directory."""
+"""What the models of a run write, round by round: ``answers.jsonl``, and the health of their text.
+
+Two kinds of prompts are answered: those of ``[report]``, by the base model, the shared one and the chosen
+clients' own, and held-out ones, by the base model, the shared one and that of the client with the prompt.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
 
 from prefed.config import ConfigError, Experiment, ReportConfig
-from prefed.core import Callback, Key, Tensors, files
-from prefed.core.records import RoundRecord
+from prefed.core import Download, Key, State, Tensors, files
+from prefed.core.records import TextRecord
 from prefed.core.text import timed
+from prefed.core.wire import decode_state
 from prefed.data import Template
 from prefed.data.encoding import continuation_text
-from prefed.engines import Job
-from prefed.runs.finished_run import ANSWERS, RunRecord, read_answers
-from prefed.runs.loaded_run import LoadedRun, no_client
+from prefed.data.record import plain_prompt
+from prefed.engines import ClientStates, Job
+from prefed.models import Backbone
+from prefed.models.trainable_parts import EXAMPLES
+from prefed.runs.finished_run import ANSWERS, Answer, prompt_text, read_answers
+from prefed.runs.loaded_run import no_client
 from prefed.runs.summary import mean_models
-from prefed.store import RunReader, RunWriter
+from prefed.store import RunWriter
 from prefed.train.generation import (
     Sampling,
     as_prompt,
@@ -25,20 +36,45 @@ from prefed.train.generation import (
     prompt_form,
     prompt_ids,
     room_for,
+    surprises,
 )
+from prefed.train.metrics import WrittenAnswer, text_health
 from prefed.train.pair_trainer import PairTrainerFactory
 
 BATCH = 16
 """Answers that are generated together."""
 SHOWN = 2
-"""Clients whose models answer where the experiment names none."""
+"""Clients whose models answer where ``[report]`` names none."""
+PROMPTS = 10
+"""Held-out prompts that a model with a chat template answers where ``[evaluate] text`` is not set."""
+TOKENS = (64, 256)
+"""Lowest and highest limit of tokens in an answer, where ``[report]`` sets none."""
 
 
-class RoundAnswers(Callback):
-    """Writes the answers after a round, from the states that it committed.
+@dataclass(frozen=True)
+class _Asked:
+    """A prompt.
 
-    The base model answers before round 1. Where a run was killed between a round's commit and its
-    answers, they are written when it goes on.
+    Attributes:
+        prompt: as ``answers.jsonl`` has it.
+        turn: text of its last turn.
+        clients: those whose own models answer.
+        holder: the client that holds it; ``None`` for a prompt of ``[report]``.
+    """
+
+    prompt: str
+    turn: str
+    ids: tuple[int, ...]
+    clients: tuple[str, ...] = ()
+    holder: str | None = None
+
+
+class RoundAnswers:
+    """Writes the answers of a round before its commit, and measures those to held-out prompts.
+
+    Prompts of ``[report]`` are answered after rounds 1, 2, 4, 8, … and the last. Held-out prompts are
+    answered after the last round, and after every evaluation if ``[evaluate] text`` or ``[stop]`` is set. A
+    hub, which has none, measures the answers to the prompts of ``[report]``.
 
     Args:
         personal: whether the clients' private states are here.
@@ -47,73 +83,131 @@ class RoundAnswers(Callback):
         ConfigError: there is no such client, or a prompt fills the model's window.
     """
 
-    def __init__(self, experiment: Experiment, job: Job, writer: RunWriter, *, personal: bool) -> None:
-        assert experiment.report is not None
-        self._experiment, self._job, self._writer = experiment, job, writer
+    def __init__(self, experiment: Experiment, job: Job, writer: RunWriter, *, personal: bool = True) -> None:
+        self._job, self._writer = job, writer
         self._trainers = cast(PairTrainerFactory, job.trainers)
-        self._report, self._how = experiment.report, _greedy(experiment.report)
-        self._ids = _prompt_ids(experiment, self._trainers)
-        self._clients = _clients(experiment.report, job) if personal else ()
+        self._how = Sampling(max_tokens=_limit(experiment, job), temperature=0)
+        own = personal and job.method.personal
+        self._reported = _of_report(experiment, job, self._how, own=own) if experiment.report else []
+        self._held_out = held_out_prompts(job, _count(experiment, job), self._how, own=own)
+        self._often = experiment.stop is not None or bool(experiment.evaluate.text)
+        self._base = dict[_Asked, WrittenAnswer]()
 
-    def on_run_begin(self, done: int, rounds: int) -> None:
-        """See that the answers of the last committed round are there."""
-        self._write()
+    def __call__(
+        self,
+        server: State,
+        publish: Callable[[str], Download],
+        states: ClientStates | None,
+        number: int,
+        *,
+        last: bool,
+    ) -> TextRecord | None:
+        """Write the answers that are due after round ``number``; return the health of their text.
 
-    def on_round_end(self, record: RoundRecord) -> None:
-        """Write the answers of a round, if it is one of those that are shown."""
-        self._write()
+        Args:
+            server: the server's state after the round.
+            publish: client → its download after the round.
+            states: the clients' private states after the round, if they are here.
+            last: the run ends with this round.
 
-    def _write(self) -> None:
-        path, number = self._writer.path, self._writer.round
-        if not (_doubles(number) or number == self._job.rounds or self._writer.stopped):
-            return
-        known = read_answers(path) if number else ()
-        if any(row.round == number for row in known):
-            return
-        # A run whose rounds are raised has no answers of what was its last.
-        rows = [row.model_dump(exclude_none=True) for row in known if _doubles(row.round)]
+        Returns:
+            ``None`` if no answers are measured.
+        """
+        measures = last or (self._often and self._job.evaluates(number))
+        due = [
+            *(self._reported if last or _doubles(number) else ()),
+            *(self._held_out if measures else ()),
+        ]
+        if not due:
+            return None
+        measured = {*(self._held_out or self._reported)} if measures else set[_Asked]()
+        known, rows = self._kept(number), list[Answer]()
+        answers: dict[str, list[tuple[str | None, WrittenAnswer]]] = {}
         with timed("answers", f"round {number}"):
-            for named, tensors in self._models():
-                rows += [
-                    {"round": number, **named, "prompt": prompt, "text": text}
-                    for prompt, text in zip(self._report.prompts, self._texts(tensors), strict=True)
-                ]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        files.write(path / ANSWERS, text.encode(), mode=0o600)
+            shown = {(row.prompt, row.holder) for row in known if row.model == "untouched"}
+            new = [each for each in due if each in measured or (each.prompt, each.holder) not in shown]
+            self._base |= self._write(
+                self._trainers.backbone.reference, [each for each in new if each not in self._base]
+            )
+            first = [_row(0, "untouched", None, each, self._base[each]) for each in new]
+            known += [row for row in first if (row.prompt, row.holder) not in shown]
+            answers["base"] = [(None, self._base[each]) for each in due if each in measured]
+            for model, client, tensors in self._models(server, publish, states, number, due):
+                asked = [each for each in due if client is None or client in each.clients]
+                written = self._write(tensors, asked)
+                rows += [_row(number, model, client, each, written[each]) for each in asked]
+                own = [(client, written[each]) for each in asked if each in measured]
+                answers[model] = [*answers.get(model, ()), *own]
+        rows = [*sorted(known, key=lambda row: row.round), *rows]
+        lines = (row.model_dump(exclude_none=True) for row in rows)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        files.write(self._writer.path / ANSWERS, text.encode(), mode=0o600)
+        return _health(answers) if measured else None
 
-    def _models(self) -> Iterator[tuple[dict[str, str], Tensors]]:
-        """Each model that answers now, and how its rows name it."""
-        if not self._writer.round:
-            yield {"model": "untouched"}, self._trainers.backbone.reference
-            return
-        path, reader = self._writer.path, RunReader(self._writer.path)
-        for tensors in mean_models(self._job, reader.server()).values():
-            yield {"model": "shared"}, tensors
-        record = RunRecord(path, self._experiment.tables(), (), cast(Any, {}), {})
-        run = LoadedRun(record, self._experiment, reader, self._trainers, self._job)
-        for client in self._clients:
-            yield {"model": "own", "client": client}, run.model(client)
+    def _kept(self, number: int) -> list[Answer]:
+        """The rows of earlier rounds that stay: if rounds are raised, none of the former last one."""
+        return [row for row in read_answers(self._writer.path) if row.round < number and _doubles(row.round)]
 
-    def _texts(self, tensors: Tensors) -> list[str]:
-        backbone, texts = self._trainers.backbone, dict[int, str]()
+    def _models(
+        self,
+        server: State,
+        publish: Callable[[str], Download],
+        states: ClientStates | None,
+        number: int,
+        due: Sequence[_Asked],
+    ) -> Iterator[tuple[Literal["shared", "own"], str | None, Tensors]]:
+        """Each trained model that answers, and its client."""
+        for tensors in mean_models(self._job, server).values():
+            yield "shared", None, tensors
+        job = self._job
+        for client in dict.fromkeys(client for each in due for client in each.clients):
+            stored = None if states is None else states.read(client)
+            first = job.method.init_client(job.trainers.initial, client) if stored is None else None
+            private = decode_state(stored) if stored is not None else cast(State, first)
+            yield "own", client, job.client_model(client, private, publish(client), number)
+
+    def _write(self, tensors: Tensors, asked: Sequence[_Asked]) -> dict[_Asked, WrittenAnswer]:
+        """Generate the answers of a model, and score them with the base model."""
+        backbone, answers = self._trainers.backbone, dict[_Asked, WrittenAnswer]()
         backbone.dropout()
-        for batch in length_batches(self._ids, BATCH):
-            ids = [self._ids[k] for k in batch]
-            responses = complete_batch(backbone, tensors, ids, self._how, [Key(0)] * len(ids))
-            for k, own in zip(batch, responses, strict=True):
-                texts[k] = continuation_text(backbone.tokenizer, self._ids[k], own.tokens)
-        return [texts[k] for k in range(len(texts))]
+        for batch in length_batches([each.ids for each in asked], BATCH):
+            prompts = [asked[k] for k in batch]
+            ids = [each.ids for each in prompts]
+            completions = complete_batch(backbone, tensors, ids, self._how, [Key(0)] * len(ids))
+            scores = surprises(backbone, ids, completions)
+            for each, (tokens, end), score in zip(prompts, completions, scores, strict=True):
+                text = continuation_text(backbone.tokenizer, each.ids, tokens)
+                answers[each] = WrittenAnswer(each.turn, text, tokens, end is not None, score)
+        return answers
 
 
-def check_report(experiment: Experiment, job: Job) -> None:
-    """Refuse a table ``[report]`` that cannot be followed, before a run starts.
+def _health(answers: Mapping[str, Sequence[tuple[str | None, WrittenAnswer]]]) -> TextRecord:
+    """The health of each model's answers, given as (client, answer)."""
+    record = {name: text_health([own for _, own in some]) for name, some in answers.items() if some}
+    if "own" in record:
+        by_client: dict[str, list[WrittenAnswer]] = {}
+        for client, own in answers["own"]:
+            by_client.setdefault(str(client), []).append(own)
+        record["own"]["per_client"] = {name: text_health(some) for name, some in sorted(by_client.items())}
+    return cast(TextRecord, record)
 
-    Raises:
-        ConfigError: there is no such client, or a prompt fills the model's window.
-    """
-    assert experiment.report is not None
-    _clients(experiment.report, job)
-    _prompt_ids(experiment, cast(PairTrainerFactory, job.trainers))
+
+def _row(
+    number: int,
+    model: Literal["untouched", "shared", "own"],
+    client: str | None,
+    asked: _Asked,
+    answer: WrittenAnswer,
+) -> Answer:
+    return Answer(
+        round=number,
+        model=model,
+        client=client,
+        holder=asked.holder,
+        prompt=asked.prompt,
+        text=answer.text,
+        ended=answer.ended,
+    )
 
 
 def _doubles(number: int) -> bool:
@@ -125,8 +219,98 @@ def _doubles(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _greedy(report: ReportConfig) -> Sampling:
-    return Sampling(max_tokens=report.max_new_tokens, temperature=0)
+def writes_text(experiment: Experiment, tokenizer: Any) -> bool:
+    """Whether the models of a run answer held-out prompts."""
+    kind = experiment.method.kind
+    if kind.reads == "choice" or EXAMPLES in kind.needs(experiment.method.settings):
+        return False
+    if experiment.evaluate.text is not None:
+        return experiment.evaluate.text > 0
+    return Template(tokenizer, experiment.data.template).chat
+
+
+def _count(experiment: Experiment, job: Job) -> int:
+    """The number of held-out prompts that are answered."""
+    if not writes_text(experiment, cast(PairTrainerFactory, job.trainers).backbone.tokenizer):
+        return 0
+    return PROMPTS if experiment.evaluate.text is None else experiment.evaluate.text
+
+
+def _limit(experiment: Experiment, job: Job) -> int:
+    """The maximum number of tokens in an answer: twice those of the longest held-out chosen response.
+
+    Whether a longer answer would end does not matter, because clients want none that is as long.
+    """
+    if experiment.report is not None and experiment.report.max_new_tokens is not None:
+        return experiment.report.max_new_tokens
+    dataset = cast(PairTrainerFactory, job.trainers).dataset
+    if not dataset.has_pairs:
+        return TOKENS[1]
+    rows = [row for client in job.evaluation_clients for row in getattr(dataset.clients[client], job.split)]
+    return int(np.clip(2 * dataset.tokens.lengths[rows][:, 1].max(), *TOKENS))
+
+
+def held_out_prompts(job: Job, count: int, how: Sampling, *, own: bool) -> list[_Asked]:
+    """The first ``count`` different prompts of the pairs that clients are evaluated on.
+
+    Clients take turns, in the order of their names, and each gives its first prompt that no client has given.
+    Prompts that fill the model's context are skipped. Clients with fewer pairs than ``[privacy]
+    minimum_pairs`` give none.
+
+    Args:
+        own: the models of the clients that hold them answer, too.
+    """
+    trainers = cast(PairTrainerFactory, job.trainers)
+    backbone, dataset = trainers.backbone, trainers.dataset
+    if not count or not dataset.has_pairs:
+        return []
+    holders = {
+        client: iter(getattr(dataset.clients[client], job.split).tolist())
+        for client in job.evaluation_clients
+        if job.privacy.may_report(getattr(job.trainers.clients[client], job.split))
+    }
+    found, seen = list[_Asked](), set[tuple[int, ...]]()
+    while holders and len(found) < count:
+        for client in list(holders):
+            for row in holders[client]:
+                ids = tuple(dataset.tokens.pair(row).prompt.tolist())
+                if ids in seen or not _fits(backbone, len(ids), how):
+                    continue
+                seen.add(ids)
+                prompt = dataset.tokens.record(row).prompt
+                turn = prompt if isinstance(prompt, str) else prompt[-1].content
+                single = isinstance(prompt, str) or len(prompt) == 1
+                whole = turn if single else prompt_text(plain_prompt(prompt))
+                found.append(_Asked(whole, turn, ids, (client,) if own else (), client))
+                break
+            else:
+                del holders[client]
+    return found[:count]
+
+
+def _fits(backbone: Backbone, length: int, how: Sampling) -> bool:
+    try:
+        return room_for(backbone, length, how) > 0
+    except ValueError:
+        return False
+
+
+def _of_report(experiment: Experiment, job: Job, how: Sampling, *, own: bool) -> list[_Asked]:
+    """The prompts of ``[report]``, in the form of the run's data."""
+    assert experiment.report is not None
+    trainers = cast(PairTrainerFactory, job.trainers)
+    backbone, dataset, clients = trainers.backbone, trainers.dataset, _clients(experiment.report, job)
+    template = Template(backbone.tokenizer, experiment.data.template)
+    like = dataset.tokens.record(0).prompt if dataset.has_pairs else prompt_form(template)
+    found = []
+    for text in experiment.report.prompts:
+        ids = prompt_ids(backbone.tokenizer, template, as_prompt(text, like))
+        try:
+            room_for(backbone, len(ids), how)
+        except ValueError as error:
+            raise ConfigError(f"[report] prompts: {text[:40]!r}: {error}") from None
+        found.append(_Asked(text, text, tuple(ids), clients if own else ()))
+    return found
 
 
 def _clients(report: ReportConfig, job: Job) -> tuple[str, ...]:
@@ -138,21 +322,5 @@ def _clients(report: ReportConfig, job: Job) -> tuple[str, ...]:
     if not job.method.personal:
         return ()
     named = job.members if report.clients is None else report.clients
-    told = [client for client in named if privacy.may_report(known[client].train)]
-    return tuple(told[:SHOWN] if report.clients is None else told)
-
-
-def _prompt_ids(experiment: Experiment, trainers: PairTrainerFactory) -> list[list[int]]:
-    """The token ids of each prompt, in the form of the run's data."""
-    assert experiment.report is not None
-    backbone, dataset = trainers.backbone, trainers.dataset
-    template = Template(backbone.tokenizer, experiment.data.template)
-    like = dataset.tokens.record(0).prompt if dataset.has_pairs else prompt_form(template)
-    prompts = (as_prompt(text, like) for text in experiment.report.prompts)
-    ids = [prompt_ids(backbone.tokenizer, template, prompt) for prompt in prompts]
-    for text, own in zip(experiment.report.prompts, ids, strict=True):
-        try:
-            room_for(backbone, len(own), _greedy(experiment.report))
-        except ValueError as error:
-            raise ConfigError(f"[report] prompts: {text[:40]!r}: {error}") from None
-    return ids
+    reported = [client for client in named if privacy.may_report(known[client].train)]
+    return tuple(reported[:SHOWN] if report.clients is None else reported)

@@ -187,17 +187,25 @@ def read_summary(path: Path) -> Summary:
 
 
 ANSWERS = "answers.jsonl"
-"""File of a run with its models' answers to the prompts of ``[report]``."""
+"""File of a run with its models' answers to the prompts of ``[report]`` and to held-out prompts."""
 
 
 class Answer(_Schema):
-    """A row of ``answers.jsonl``."""
+    """A row of ``answers.jsonl``.
+
+    Attributes:
+        client: whose own model it is.
+        holder: the client that holds the prompt; ``None`` for a prompt of ``[report]``.
+        ended: whether the model ended the answer; ``None`` in runs of earlier versions.
+    """
 
     round: int
     model: Literal["untouched", "shared", "own"]
     client: str | None = None
+    holder: str | None = None
     prompt: str
     text: str
+    ended: bool | None = None
 
 
 RowT = TypeVar("RowT", bound=_Schema)
@@ -563,7 +571,7 @@ def _verdicts(path: Path) -> tuple[Example, ...]:
         if len(first) > EXAMPLES:
             del first[max(first)]
     rows = (first[number] for number in sorted(first))
-    return tuple(Example(_text(row.prompt), row.text, row.against, row.result) for row in rows)
+    return tuple(Example(prompt_text(row.prompt), row.text, row.against, row.result) for row in rows)
 
 
 def _labels(path: Path) -> tuple[Example, ...]:
@@ -573,12 +581,12 @@ def _labels(path: Path) -> tuple[Example, ...]:
         if len(first) == EXAMPLES:
             break
     return tuple(
-        Example(_text(row.prompt), row.chosen, row.rejected, f"{row.votes[0]} to {row.votes[1]} votes")
+        Example(prompt_text(row.prompt), row.chosen, row.rejected, f"{row.votes[0]} to {row.votes[1]} votes")
         for row in first.values()
     )
 
 
-def _text(prompt: str | list[dict[str, str]]) -> str:
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
     """Format a prompt for display, one paragraph per turn of a conversation."""
     if isinstance(prompt, str):
         return prompt

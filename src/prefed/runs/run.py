@@ -32,6 +32,7 @@ from prefed.engines import (
     check_devices,
 )
 from prefed.models import ModelError
+from prefed.runs.answers import RoundAnswers
 from prefed.runs.build import build_job, job_factory, of_parent
 from prefed.runs.data_notices import announce
 from prefed.runs.memory import Rows, from_memory
@@ -208,34 +209,19 @@ def _finish(experiment: Experiment, writer: RunWriter, callback: Callback) -> St
 
 def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:
     job = _begin(experiment, writer)
-    callback = with_answers(experiment, job, writer, callback)
+    answers = RoundAnswers(experiment, job, writer)
     announce(experiment, job, callback)
     with ExitStack() as stack:
         with timed("engine", backend_name(experiment.engine.name, experiment.engine.workers)):
             backend = stack.enter_context(_backend(experiment, job, writer))
         rounds = ServerRounds if job.graph is None else NeighbourRounds
-        server = rounds(job, writer, backend, callback).run()
+        server = rounds(job, writer, backend, callback, answers=answers).run()
         with timed("summary"):
             profiles = read_profiles(job, backend.states)
             tastes = _tastes(experiment, job, server, backend.states)
             data = describe_data(cast("PairTrainerFactory", job.trainers).dataset)
     with timed("adapters"):
         conclude(job, writer, server, profiles, callback, tastes, data=data)
-
-
-def with_answers(
-    experiment: Experiment, job: Job, writer: RunWriter, callback: Callback, *, personal: bool = True
-) -> Callback:
-    """``callback``, and before it what answers the prompts of ``[report]``, if there are any.
-
-    Args:
-        personal: whether the clients' private states are here.
-    """
-    if experiment.report is None:
-        return callback
-    from prefed.runs.answers import RoundAnswers
-
-    return Callbacks([RoundAnswers(experiment, job, writer, personal=personal), callback])
 
 
 def conclude(
@@ -275,10 +261,8 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
         from prefed.runs.align import check_named_tastes
 
         check_named_tastes(experiment, job)
-    if experiment.report is not None:
-        from prefed.runs.answers import check_report
-
-        check_report(experiment, job)
+    # Refuses prompts of [report] that cannot be answered before the run starts.
+    RoundAnswers(experiment, job, writer)
     commit_start(experiment, job, writer, digests_of(experiment, job))
     return job
 

@@ -83,7 +83,7 @@ def _evaluated(job: Job, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     counts = ("split", "left_out", "not_evaluated", "not_finite")
     own = (metric.name for metric in job.metrics)
     accuracies = (*ACCURACY_METRICS, *selector_metrics(len(job.jury)), *own)
-    names = (*accuracies, "unseen_accuracy", "unseen_selectors", *MEAN_METRICS, *counts)
+    names = (*accuracies, "unseen_accuracy", "unseen_selectors", *MEAN_METRICS, "text", *counts)
     return {name: evaluation[name] for name in names if name in evaluation}
 
 

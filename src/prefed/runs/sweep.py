@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -77,15 +77,20 @@ class SweepCell:
         finished += sum(any(self.run_of(seed, lr).finished for lr in rates) for seed in others)
         return len(rates) + len(others), finished
 
-    def best_rate_outcome(self, validation: Mapping[float, float]) -> dict[str, Any]:
+    def best_rate_outcome(
+        self, validation: Mapping[float, float], broken: Collection[float] = ()
+    ) -> dict[str, Any]:
         """Return the row of a cell with a selected rate, once the runs of the best rate are evaluated.
 
         Args:
             validation: rate → metric on validation pairs.
+            broken: the rates that break text.
         """
-        lr, seeds = _best(validation), self.table.seeds
+        lr, seeds = _best(validation, broken), self.table.seeds
         runs = [self.run_of(seed, lr) for seed in seeds]
         outcome = {**self._about(), "lr": lr, "validation": dict(sorted(validation.items()))}
+        if texts := [run.summary["text"] for run in runs if "text" in run.summary]:
+            outcome |= {"health": texts, "broken": sorted(broken)}
         tests = [run.figures or {} for run in runs]
         for name in (*KEPT, NEWCOMERS):
             for figure in ("mean", "worst"):
@@ -121,6 +126,11 @@ class SweepCell:
         """Return seed → metric on validation pairs, mean over clients, once the runs are finished."""
         judge = self.table.judge
         return {seed: float(self.run_of(seed).summary[judge]["mean"]) for seed in self.table.seeds}
+
+    @property
+    def breaks_text(self) -> bool:
+        """Whether text is broken after the run of any seed."""
+        return any(self.run_of(seed).breaks_text for seed in self.table.seeds)
 
     def _about(self) -> dict[str, Any]:
         cell = self.definition
@@ -191,13 +201,17 @@ def commits_of(runs: Sequence[SweepRun]) -> list[str]:
     return sorted({commit for run in runs for commit in commits(run.out)})
 
 
-def _best(figures: Mapping[float, float]) -> float:
+def _best(figures: Mapping[float, float], broken: Collection[float] = ()) -> float:
     """Return the rate with the highest metric; on a tie, the smaller rate.
 
-    >>> _best({1e-3: 0.5, 3e-3: 0.6, 9e-3: 0.6})
-    0.003
+    Args:
+        broken: rates that break text, of which none is selected unless all do.
+
+    >>> _best({1e-3: 0.5, 3e-3: 0.6, 9e-3: 0.6}), _best({1e-3: 0.5, 3e-3: 0.6}, {3e-3})
+    (0.003, 0.001)
     """
-    return max(sorted(figures), key=lambda lr: figures[lr])
+    whole = sorted(figures.keys() - {*broken}) or sorted(figures)
+    return max(whole, key=lambda lr: figures[lr])
 
 
 def all_equal(figures: Mapping[float, float]) -> bool:
@@ -205,7 +219,7 @@ def all_equal(figures: Mapping[float, float]) -> bool:
     return len(figures) > 1 and max(figures.values()) - min(figures.values()) < 1e-9
 
 
-def next_rate(figures: Mapping[float, float], most: int) -> float | None:
+def next_rate(figures: Mapping[float, float], most: int, broken: Collection[float] = ()) -> float | None:
     """Extrapolate the next rate to try if the best one is the lowest or the highest so far.
 
     >>> next_rate({1e-3: 0.5, 3e-3: 0.6}, most=9), next_rate({3e-3: 0.5, 9e-3: 0.6}, most=9)
@@ -214,12 +228,13 @@ def next_rate(figures: Mapping[float, float], most: int) -> float | None:
     Args:
         figures: rate → metric, for each rate that was tried.
         most: maximal number of rates.
+        broken: rates that break text.
 
     Returns:
         The rate, rounded to one digit; ``None`` if the best rate is in the interior, all rates give the same
         metric, or ``most`` rates were tried.
     """
-    rates, top = sorted(figures), _best(figures)
+    rates, top = sorted(figures), _best(figures, broken)
     if all_equal(figures) or not 2 <= len(rates) < most or top not in (rates[0], rates[-1]):
         return None
     neighbour = rates[1] if top == rates[0] else rates[-2]
@@ -231,7 +246,8 @@ class Chosen:
     """The combination selected from those that share their data.
 
     Attributes:
-        among: all of them, the best first; each with seed → metric on validation pairs, mean over clients.
+        among: all of them, the best first and those that break text last; each with seed → metric on
+            validation pairs, mean over clients.
     """
 
     among: tuple[tuple[SweepCell, dict[int, float]], ...]
@@ -314,27 +330,31 @@ class Sweep:
         if not rates:
             await all_seeds(None)
             return cell.own_rate_outcome()
-        validation: dict[float, float] = {}
+        validation, broken = dict[float, float](), set[float]()
 
         async def try_rate(lr: float) -> None:
             run = cell.run_of(cell.table.seeds[0], lr)
             await self._run(run, cell.folder)
             validation[lr] = float(run.summary[cell.table.judge]["mean"])
-            self.tell(f"{cell.name} lr {lr:g}: validation {validation[lr]:.3f}")
+            if run.breaks_text:
+                broken.add(lr)
+            breaks = ", but its text is broken" if lr in broken else ""
+            self.tell(f"{cell.name} lr {lr:g}: validation {validation[lr]:.3f}{breaks}")
 
         async with asyncio.TaskGroup() as group:
             for lr in dict.fromkeys(rates):
                 group.create_task(try_rate(lr))
-        while (further := next_rate(validation, len(set(rates)) + cell.table.further)) is not None:
+        while (further := next_rate(validation, len(set(rates)) + cell.table.further, broken)) is not None:
             await try_rate(further)
-        await all_seeds(_best(validation))
-        return cell.best_rate_outcome(validation)
+        await all_seeds(_best(validation, broken))
+        return cell.best_rate_outcome(validation, broken)
 
     async def grid(self, cells: Sequence[SweepCell]) -> list[Chosen]:
         """Run every combination with every seed, select the best and evaluate it on test pairs.
 
         One of each group of combinations that share their data is selected, by its mean over seeds; on a tie,
-        the first. If a run fails, the others continue, but nothing is selected.
+        the first. One that breaks text with any seed is selected only if all do. If a run fails, the others
+        continue, but nothing is selected.
 
         Args:
             cells: from :func:`grid_cells`.
@@ -354,7 +374,7 @@ class Sweep:
         for cell in cells:
             groups.setdefault(cell.combination.of_data, []).append((cell, cell.validation_metrics()))
         chosen = [
-            Chosen(tuple(sorted(group, key=lambda pair: -fmean(pair[1].values()))))
+            Chosen(tuple(sorted(group, key=lambda pair: (pair[0].breaks_text, -fmean(pair[1].values())))))
             for group in groups.values()
         ]
         for each in chosen:

@@ -16,6 +16,7 @@ from prefed.config import Experiment, to_toml
 from prefed.core import files
 from prefed.core.strict_settings import differing
 from prefed.runs.reference import SHARED
+from prefed.train.metrics import broken_text
 
 KEPT = (
     "preference_accuracy",
@@ -92,6 +93,11 @@ class SweepRun:
     def summary(self) -> dict[str, Any]:
         """The content of ``summary.json``."""
         return dict(json.loads((self.out / "summary.json").read_text("utf-8")))
+
+    @property
+    def breaks_text(self) -> bool:
+        """Whether text after the last round is worse than the base model's."""
+        return bool(broken_text(self.summary.get("text")))
 
     def beside(self, ending: str) -> Path:
         """Return the path of a file next to the run directory that exists until the run has succeeded."""

@@ -22,16 +22,21 @@ _LOGGED = (
 
 
 def loss_and_accuracy(record: RoundRecord) -> list[str]:
-    """Format loss and preference accuracy of a round's record, if present.
+    """Format loss, preference accuracy and health of text of a round's record, if present.
 
     >>> loss_and_accuracy({"loss": 0.69314, "preference_accuracy": 0.5})
     ['loss 0.6931', 'preference accuracy 0.500']
+    >>> loss_and_accuracy({"evaluation": {"text": {"shared": {"ends": 0.95, "loops": 0.05}}}})
+    ['answers: 95% end, 5% loop']
     """
     figures = []
     if record.get("loss") is not None:
         figures.append(f"loss {record['loss']:.4f}")
     if record.get("preference_accuracy") is not None:
         figures.append(f"preference accuracy {record['preference_accuracy']:.3f}")
+    text = record.get("evaluation", {}).get("text", {})
+    if own := text.get("own", text.get("shared")):
+        figures.append(f"answers: {own['ends']:.0%} end, {own['loops']:.0%} loop")
     return figures
 
 

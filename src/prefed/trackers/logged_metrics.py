@@ -139,6 +139,9 @@ def _paths(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]
             yield path, float(value)
         elif is_metric(value):
             yield from ((f"{path}/{n}", float(value[n])) for n in OVER_CLIENTS if _is_number(value.get(n)))
+        elif name == "text":
+            for model, health in value.items():
+                yield from _paths(f"{path}/{model}", health)
         elif isinstance(value, Mapping):
             # A number in a nested table, such as not_finite, belongs to a client.
             yield from _paths(path, {n: inner for n, inner in value.items() if is_metric(inner)})

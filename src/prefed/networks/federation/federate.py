@@ -25,10 +25,11 @@ from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.messages import PACKAGES, Joined, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
+from prefed.runs.answers import RoundAnswers
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
 from prefed.runs.finished_run import read_summary
-from prefed.runs.run import conclude, with_answers
+from prefed.runs.run import conclude
 from prefed.runs.start_or_resume import commit_start, digests_of, open_run, reconcile
 from prefed.store import RunWriter
 
@@ -159,7 +160,7 @@ def _run(
     # A resumed run must have the same sites, clients and pair counts.
     roster = files.digest(json.dumps(clients, sort_keys=True).encode())
     commit_start(experiment, job, writer, digests_of(experiment, job) | {"data": roster})
-    callback = with_answers(experiment, job, writer, callback, personal=False)
+    written = RoundAnswers(experiment, job, writer, personal=False)
     announce(experiment, job, callback)
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
     model = job.trainers.fingerprint["model"]
@@ -171,7 +172,7 @@ def _run(
     backend = FederationBackend(sites, writer.states, homes, terms.visit, callback.on_warning)
     backend.away |= set(clients) - set(present)
     with backend:
-        server = _Rounds(job, writer, backend, callback).run()
+        server = _Rounds(job, writer, backend, callback, answers=written).run()
         held = {site: sorted(own) for site, own in clients.items()}
         conclude(job, writer, server, {}, callback, sites=held)
         backend.publish(writer.round, lambda client: encode(job.method.publish(server, client)))

@@ -58,7 +58,7 @@ class PeerRounds(Course):
 
     def _round(self, server: State, plan: ScheduledRound) -> State:
         started, job, own, number = time.perf_counter(), self.job, server, plan.number
-        now, tally, evaluated = job.round(number), Tally(), None
+        now, tally = job.round(number), Tally()
         self.watch.check()
         self.begin(number)
         if job.topology.config.order == "mix_train":
@@ -68,13 +68,12 @@ class PeerRounds(Course):
             own, message, reason = self._train(own, now, tally)
             own = self._mix(own, message, reason, now, tally)
         self.backend.accept([] if reason else [self.client])
-        if job.evaluates(number):
 
-            def publish(client: str) -> Download:
-                return job.method.publish(own, client)
+        def publish(client: str) -> Download:
+            return job.method.publish(own, client)
 
-            with self.watch.limit(self.visit_timeout, "its evaluation"):
-                evaluated = self.evaluate(publish, number)
+        with self.watch.limit(self.visit_timeout, "its evaluation"):
+            evaluated = self.evaluate(own, publish, number)
         seconds = time.perf_counter() - started
         with self.watch.limit(self.visit_timeout, "its commit"):
             self.commit(own, [self.client], evaluated, tally, seconds, self.watch.least)

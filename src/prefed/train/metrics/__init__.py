@@ -33,10 +33,14 @@ from prefed.train.metrics.pairs import (
 )
 from prefed.train.metrics.text import (
     TEXT_METRICS,
+    TEXT_REMEDY,
     TextMetric,
     WrittenAnswer,
+    broken_text,
     health_line,
+    last_health,
     text_health,
+    text_warning,
     unhealthy,
 )
 from prefed.train.metrics.thumbs import THUMB_METRICS, ThumbScores, thumb_metrics
@@ -50,6 +54,7 @@ __all__ = [
     "REWARD_METRICS",
     "SHIFT_METRICS",
     "TEXT_METRICS",
+    "TEXT_REMEDY",
     "THUMB_METRICS",
     "ChoiceScores",
     "FederatedMetric",
@@ -59,6 +64,7 @@ __all__ = [
     "TextMetric",
     "ThumbScores",
     "WrittenAnswer",
+    "broken_text",
     "choice_metrics",
     "client_metrics",
     "collapse_warning",
@@ -69,6 +75,7 @@ __all__ = [
     "flat_loss_warning",
     "health_line",
     "jury_metrics",
+    "last_health",
     "majority",
     "mean_interval",
     "not_finite_counts",
@@ -77,6 +84,7 @@ __all__ = [
     "small_clients_note",
     "spread",
     "text_health",
+    "text_warning",
     "thumb_metrics",
     "unhealthy",
 ]

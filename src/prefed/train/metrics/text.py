@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from prefed.core.records import TextHealth
+from prefed.core.records import TextHealth, TextRecord
 from prefed.core.text import pluralize
 from prefed.train.metrics.intervals import wilson_interval
 
@@ -25,6 +25,9 @@ BAND = (0.1, 0.9)
 """Quantiles over answers that bound the band of surprise."""
 UNLIKELY = 2.0
 """Nats a token by which the surprise of healthy text exceeds the band of the base model's answers at most."""
+
+TEXT_REMEDY = 'try method.objective = "rpo", a lower method.lr or fewer rounds'
+"""Advice for broken text."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,29 @@ def unhealthy(own: TextHealth, base: TextHealth) -> list[str]:
     if own["surprise"] > base["surprise_band"][1] + UNLIKELY:
         found.append("the text is unlikely under the base model")
     return found
+
+
+def last_health(text: TextRecord) -> TextHealth | None:
+    """Return the health of the models that clients use: of their own, else of the shared one."""
+    return text.get("own", text.get("shared"))
+
+
+def broken_text(text: TextRecord | None) -> list[str]:
+    """Return :func:`unhealthy` of the models that clients use; empty if their text was not measured."""
+    own = last_health(text) if text else None
+    return unhealthy(own, text["base"]) if text and own else []
+
+
+def text_warning(text: TextRecord, before: TextRecord | None) -> str:
+    """Return the warning about text that has become worse than the base model's, or ``""``.
+
+    Args:
+        before: after the previous round, of which the warning is not repeated.
+    """
+    own, worse = last_health(text), broken_text(text)
+    if own is None or not worse or broken_text(before):
+        return ""
+    return f"the models' text breaks: {health_line(own, text['base'])}; {TEXT_REMEDY}"
 
 
 def health_line(own: TextHealth, base: TextHealth) -> str:

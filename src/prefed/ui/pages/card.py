@@ -329,7 +329,9 @@ def _answers(run: RunRecord, export: Export) -> list[tuple[str, str, str]]:
     """Each prompt of ``[report]`` with what the base model and the exported one write; empty without."""
 
     def texts(*model: str | int | None) -> dict[str, str]:
-        rows = (row for row in run.answers if (row.model, row.client, row.round) == model)
+        # A card quotes no held-out prompt, which is a client's.
+        rows = (row for row in run.answers if row.holder is None)
+        rows = (row for row in rows if (row.model, row.client, row.round) == model)
         return {row.prompt: _quoted(row.text) for row in rows}
 
     before = texts("untouched", None, 0)

@@ -23,6 +23,7 @@ from prefed.ui.pages.comparison_data import (
 )
 from prefed.ui.pages.outcomes import judged_table
 from prefed.ui.pages.tables import LISTED, Table, cell, split, terminal
+from prefed.ui.pages.text_health import runs_text_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,6 +92,7 @@ def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
         shift_table(compared.runs, names),
         reward_table(compared.runs, names),
         selectors_table(compared.runs, names),
+        runs_text_table(compared.runs, names),
         judged_table([summary for _, summary in judged], [name for name, _ in judged]),
     )
     return [table for table in some if table is not None]

@@ -8,6 +8,7 @@ from typing import Any
 from prefed.runs.finished_run import RunRecord
 from prefed.train.metrics import mean_interval
 from prefed.ui.pages.tables import Facts
+from prefed.ui.pages.text_health import definitions
 
 NUMBERS = {
     "margin": "mean implicit reward margin: the gain in log-probability of the chosen response over that of "
@@ -53,6 +54,7 @@ def meanings(run: RunRecord) -> Facts:
     numbers = NUMBERS | (CHOICE_NUMBERS if "choice_loss" in run.summary else {})
     numbers |= THUMB_NUMBERS if "kto_loss" in run.summary else {}
     facts += [(name.replace("_", " "), numbers[name]) for name in run.own_figures if name in numbers]
+    facts += definitions() if "text" in run.summary else []
     facts += [
         (
             "95% interval",

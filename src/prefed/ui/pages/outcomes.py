@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import pluralize
-from prefed.runs.finished_run import Example, Outcome, RunRecord
+from prefed.runs.finished_run import Answer, Example, Outcome, RunRecord
 from prefed.ui.pages.chart_data import Axis, Bars, Chart, Line, Panel, percent
 from prefed.ui.pages.tables import Facts, Table, cell, terminal
 
@@ -19,6 +19,14 @@ LETTERS = 700
 """Maximum number of characters of a prompt or response on a page."""
 DRAWN = 40
 """Maximum number of comparisons in the chart."""
+FIRST = 5
+"""Number of held-out prompts whose answers are shown."""
+_COLUMNS: Mapping[Any, str] = {
+    "untouched": "base model",
+    "shared": "shared model",
+    "own": "the client's own model",
+}
+"""Model in ``answers.jsonl`` → heading."""
 
 
 def sides(summary: Mapping[str, Any]) -> str:
@@ -186,8 +194,40 @@ def alignment_examples(alignment: Outcome) -> list[Examples]:
 
 
 def answers(run: RunRecord) -> list[Examples]:
-    """What the run's models write: all of them after the last round, then each of them round by round."""
-    texts = {((row.model, row.client), row.round, row.prompt): _short(row.text) for row in run.answers}
+    """What the run's models write: to the prompts of ``[report]``, then to the first held-out ones."""
+    return [*_to_report(run), *_to_held_out(run)]
+
+
+def _to_held_out(run: RunRecord) -> list[Examples]:
+    rows = [row for row in run.answers if row.holder is not None]
+    if not rows:
+        return []
+    last = max(row.round for row in rows)
+    texts: Mapping[Any, str] = {
+        (row.model, row.prompt): _marked(row) for row in rows if row.round in (0, last)
+    }
+    holders = {row.prompt: row.holder for row in rows}
+    models = [model for model in _COLUMNS if any(of == model for of, _ in texts)]
+    shown = [
+        (f"{client}: {prompt}", [texts[model, prompt] for model in models], "")
+        for prompt, client in list(holders.items())[:FIRST]
+    ]
+    note = (
+        f"After {pluralize(last, 'round', 'rounds')}, to the first {len(shown)} of {len(holders)} held-out "
+        "prompts. Each token is the most likely one."
+    )
+    return [Examples("Held-out prompts", note, [_COLUMNS[model] for model in models], shown)]
+
+
+def _marked(row: Answer) -> str:
+    """An answer, with a mark where it was cut at the limit of tokens."""
+    return _short(row.text if row.ended else f"{row.text.rstrip()} [cut]")
+
+
+def _to_report(run: RunRecord) -> list[Examples]:
+    """All models after the last round, then each of them round by round."""
+    rows = [row for row in run.answers if row.holder is None]
+    texts = {((row.model, row.client), row.round, row.prompt): _short(row.text) for row in rows}
     prompts = dict.fromkeys(prompt for _, _, prompt in texts)
     last = max((number for _, number, _ in texts), default=0)
     models = {model: answering(*model) for model, number, _ in texts if number == last}

@@ -19,8 +19,8 @@ from prefed.core import files
 from prefed.core.text import duration, pluralize, size
 from prefed.runs.finished_run import Outcome, RunRecord, alignment_of, judged_of, read_run, read_summary
 from prefed.runs.track import told_settings
-from prefed.train.metrics import flat_loss_warning
-from prefed.ui.pages import clients, origin, outcomes, round_curves, selector_agreement, tastes
+from prefed.train.metrics import TEXT_REMEDY, broken_text, flat_loss_warning
+from prefed.ui.pages import clients, origin, outcomes, round_curves, selector_agreement, tastes, text_health
 from prefed.ui.pages.html import render_template
 from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean, meanings, pairs_of, share
 from prefed.ui.pages.terminal import best_line, privacy_line, verdict
@@ -97,7 +97,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
     alignment = alignment_of(run.path)
     config = told_settings(run.config)
     length = pluralize(run.summary["rounds"], "round", "rounds")
-    evaluated = pluralize(run.evaluated, "client", "clients")
+    evaluated, text = pluralize(run.evaluated, "client", "clients"), run.summary.get("text")
     # Optional parts, by section.
     parts: dict[str, Any] = {
         "answers": outcomes.answers(run),
@@ -127,8 +127,10 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         warnings=_warnings(run),
         cards=_cards(run),
         verdict=verdict(run.summary),
+        text_line=text_health.text_line(text) if text else "",
+        text_table=text_health.health_table(text) if text else None,
         notes=_notes(run),
-        curves=round_curves.accuracy_charts(run),
+        curves=[*round_curves.accuracy_charts(run), *text_health.text_charts(run)],
         rounds=round_curves.rounds_table(run),
         clients_plot=clients.ends(run),
         clients_curves=round_curves.clients(run),
@@ -173,6 +175,8 @@ def _warnings(run: RunRecord) -> list[str]:
             f"{pluralize(int(sum(pairs.values())), 'pair has', 'pairs have')} no finite log-probability and "
             "count as wrong. Try a lower method.lr."
         )
+    if (text := run.summary.get("text")) and broken_text(text):
+        warnings.append(f"The models' {text_health.text_line(text)}; {TEXT_REMEDY}.")
     if warning := flat_loss_warning([record.get("loss") for record in run.rounds]):
         warnings.append(f"{warning[0].upper()}{warning[1:]}.")
     drops = [(record["round"], drop) for record in run.rounds for drop in record.get("dropped", ())]

@@ -13,11 +13,14 @@ from prefed.core.text import markdown_text, pluralize
 from prefed.runs.finished_run import read_run
 from prefed.runs.seed_groups import fold
 from prefed.runs.sweep import Chosen, SweepCell, all_equal, commits_of
+from prefed.train.metrics import broken_text
 from prefed.ui.pages.compare_page import write_comparison
 from prefed.ui.pages.comparison_data import ChosenCase, plus_minus
 from prefed.ui.pages.tables import Table, markdown
 
 SELECTED = "best round, selected on test"
+WHOLE = "whole text"
+"""Heading of the number of seeds whose text is not broken."""
 FEW = 5
 """Maximum number of clients with separate values."""
 COLUMNS = (
@@ -64,16 +67,19 @@ def _rate_was_chosen(outcome: Outcome) -> bool:
 def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
     columns = [(name, key) for name, key in COLUMNS if any(each.get(key) for each in outcomes)]
     paper = ["paper"] if any("paper" in each for each in outcomes) else []
-    head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns)]
+    text = [WHOLE] if any("health" in each for each in outcomes) else []
+    head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns), *text]
     first = ["base model", "", "", *("" for _ in paper)]
     for _, key in columns:
         before = key.replace("preference_accuracy", "baseline_accuracy")
         first.append("" if before == key else plus_minus(outcomes[0][before]))
-    lines = [[*first, "", ""]]
+    lines = [[*first, *("" for _ in text), "", ""]]
     for each in sorted(outcomes, key=lambda each: -statistics.mean(each["preference_accuracy.mean"])):
         figures = [plus_minus(each.get(key, ())) for _, key in columns]
         theirs = [_paper(each) for _ in paper]
-        lines.append([each["text"], *rate(each), *theirs, *figures, sent(each["bytes"]), code(each)])
+        health = [whole_texts(each) for _ in text]
+        cells = [*rate(each), *theirs, *figures, *health, sent(each["bytes"]), code(each)]
+        lines.append([each["text"], *cells])
     return _table([*head, "MB sent", "commit"], lines)
 
 
@@ -146,6 +152,16 @@ def _paper(outcome: Outcome) -> str:
     return str(outcome.get("paper", {}).get("figure", ""))
 
 
+def whole_texts(outcome: Outcome) -> str:
+    """The number of seeds whose text is no worse than the base model's; empty if it was not measured.
+
+    >>> whole_texts({})
+    ''
+    """
+    texts = outcome.get("health", ())
+    return f"{sum(not broken_text(text) for text in texts)} of {len(texts)}" if texts else ""
+
+
 def sent(counts: Sequence[float]) -> str:
     """The mean of counts of bytes, in MB."""
     return f"{statistics.mean(counts) / 1e6:.1f}"
@@ -210,6 +226,8 @@ def sentence(chosen: Chosen) -> str:
         text += f" The runner-up is {second.combination.name}: {plus_minus(others.values())}."
         if fold(list(others.values())).mean == fold(list(metrics.values())).mean:
             text += " They are equal, so the one given first was selected."
+    if broken := [each.combination.name for each, _ in chosen.among if each.breaks_text]:
+        text += f" Text is broken with {', '.join(broken)}."
     for key in chosen.at_end_of:
         text += f" Its {key} is at the end of the range tried; values beyond it may be better."
     return text

@@ -23,7 +23,7 @@ from prefed.runs.metrics import (
     reward_meaning,
     selector_figures,
 )
-from prefed.train.metrics import MEAN_METRICS, small_clients_note
+from prefed.train.metrics import MEAN_METRICS, broken_text, small_clients_note
 from prefed.ui.pages.selector_agreement import agreement_table
 from prefed.ui.pages.tables import (
     LISTED,
@@ -36,6 +36,7 @@ from prefed.ui.pages.tables import (
     without_repeated_tenth,
 )
 from prefed.ui.pages.tastes import tastes_line
+from prefed.ui.pages.text_health import health_table, text_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,6 +63,10 @@ def print_result(
     """
     console.print(terminal(_clients(summary, more or {})))
     console.print(verdict(summary), soft_wrap=True)
+    if "text" in summary:
+        console.print(terminal(health_table(summary["text"])))
+        style = "yellow" if broken_text(summary["text"]) else None
+        console.print(text_line(summary["text"]), soft_wrap=True, style=style)
     if "majority_accuracy" not in summary:
         meaning = reward_meaning("kto_loss" in summary)
         console.print(f"reward accuracy: {meaning}", soft_wrap=True, style="dim")
@@ -199,7 +204,7 @@ def best_line(stop: Mapping[str, Any]) -> str:
     over = "worst-client" if stop["over"] == "worst" else stop["over"]
     by, last, best = f"{over} {stop['metric'].replace('_', ' ')}", stop["last"], stop.get("best")
     if best is None:
-        return f"no best round: {by} on validation pairs is not finite in any round"
+        return f"no best round: in every round, {by} on validation pairs is not finite or text is broken"
     end = "early stopping after round" if stop["stopped"] else "last round:"
     value = "not finite" if last["value"] is None else f"{last['value']:.3f}"
     return (
