@@ -37,6 +37,7 @@ from prefed.data.partition import (
 )
 from prefed.data.sources import ReadCounts, read_records, source_digests
 from prefed.data.sources.folders import data_files, data_stem, is_saved, other_files, saved_home
+from prefed.data.sources.formats import POST_FIELDS
 from prefed.data.tokens import MANIFEST, TokenWriter, tokenizer_digest
 
 
@@ -77,7 +78,7 @@ def build_dataset(
     files.private_folder(partial)
     try:
         ignored = _ignored_files(given)
-        _build(config, make_encoder(config, tokenizer, selector), key, partial, inputs, ignored)
+        _build(config, make_encoder(config, tokenizer, selector), key, partial, inputs, ignored, selector)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
@@ -139,6 +140,7 @@ def _build(
     folder: Path,
     inputs: Mapping[str, Any],
     ignored: tuple[str, ...],
+    selector: SelectorConfig | None,
 ) -> None:
     counts = ReadCounts()
     errors = ErrorCollector(
@@ -153,7 +155,13 @@ def _build(
         assignment = assign_clients(config.partition, table, key.at("partition"))
         splits = split_clients(config, assignment, table, writer.column("pairs"), key, responses)
         flipped = _flipped(config, assignment, splits.ids)
-        findings = _findings(config, table, writer, splits, ignored)
+        findings = _findings(config, table, writer, splits).model_copy(
+            update={
+                "ignored": ignored,
+                "unread": _unread(config, counts, selector),
+                "contradicted": counts.contradicted,
+            }
+        )
         fingerprint = writer.finish(_flipped_rows(splits, flipped, len(writer)))
     finally:
         writer.close()
@@ -210,13 +218,11 @@ def _deduplicate(
     return table, counts
 
 
-def _findings(
-    config: DataConfig, table: RowTable, writer: TokenWriter, splits: ClientSplits, ignored: tuple[str, ...]
-) -> Findings:
+def _findings(config: DataConfig, table: RowTable, writer: TokenWriter, splits: ClientSplits) -> Findings:
     """Report lost and similarly named clients if the data name the clients."""
     names = client_names(config.partition, table.values)
     if names is None:
-        return Findings(ignored=ignored)
+        return Findings()
     lost: Counter[str] = Counter()
     trained = {names[value] for value in table.value[table.role == 0]}
     for (role, value), count in writer.left_out.items():
@@ -225,7 +231,21 @@ def _findings(
     for row in (*np.flatnonzero(~table.usable), *splits.tested):
         lost[names[table.value[row]]] += 1
     gone = tuple(sorted(trained - set(splits.ids)))
-    return Findings(lost=dict(lost), gone=gone, similar=similar_names(names), ignored=ignored)
+    return Findings(lost=dict(lost), gone=gone, similar=similar_names(names))
+
+
+def _unread(config: DataConfig, counts: ReadCounts, selector: SelectorConfig | None) -> tuple[str, ...]:
+    """Return the columns that were not used.
+
+    Raises:
+        DataError: ``data.metadata`` names a column that no row has.
+    """
+    columns = sorted(map(str, counts.columns))
+    for name in config.metadata:
+        if not counts.columns & {name, name.partition(".")[0]}:
+            raise DataError(f"[data] metadata: no row has the column {name!r}{did_you_mean(name, columns)}")
+    shown = POST_FIELDS if selector is not None and selector.template == "summary" else ()
+    return tuple(name for name in counts.unread if name not in shown)
 
 
 def _flipped(config: DataConfig, assignment: Assignment, ids: list[str]) -> set[str]:

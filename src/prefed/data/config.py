@@ -15,9 +15,15 @@ class Columns(StrictModel):
     """Column names of a source. A dot selects a nested column: ``"question.full_text"``.
 
     Attributes:
-        prompt: omit it if chosen and rejected are whole dialogues with a common beginning.
+        prompt: omit it if chosen and rejected are whole dialogues with a common beginning. Several columns,
+            such as ``["instruction", "input"]``, are joined in their order into a conversation: lists of
+            messages keep their turns, and texts become a user turn.
+        system: the system message. With it, a text prompt is a user turn.
         chosen: the preferred response.
         rejected: the other response.
+        responses: two columns of responses, instead of chosen and rejected.
+        preference: the column that names the better of ``responses``: by the name of its column, by the part
+            in which the two names differ (``"a"`` or ``1``), or as ``"left"`` or ``"right"``; or ``"tie"``.
         margin: strength of the preference.
         client: the person or organisation with this preference.
         category: a label within the task.
@@ -27,9 +33,12 @@ class Columns(StrictModel):
         label: the thumb.
     """
 
-    prompt: str | None = None
+    prompt: str | tuple[str, ...] | None = None
+    system: str | None = None
     chosen: str = "chosen"
     rejected: str = "rejected"
+    responses: tuple[str, str] | None = None
+    preference: str | None = None
     completion: str | None = None
     label: str | None = None
     margin: str | None = None
@@ -37,6 +46,14 @@ class Columns(StrictModel):
     category: str | None = None
     domain: str | None = None
     split: str | None = None
+
+    @model_validator(mode="after")
+    def _votes(self) -> Columns:
+        if (self.responses is None) != (self.preference is None):
+            raise ValueError(
+                "responses requires preference, the column that names the better one, and vice versa"
+            )
+        return self
 
     @property
     def thumb(self) -> tuple[str, str] | None:
@@ -234,6 +251,8 @@ class DataConfig(StrictModel):
         format: default format of the sources. ``auto`` detects known datasets by their columns and otherwise
             expects prompt, chosen and rejected.
         columns: column names, instead of a format.
+        metadata: columns that the model should not see, which are otherwise reported, or refused if they are
+            named like a prompt or change what the model sees.
         encoding: encoding of text files.
         template: how to render conversations. ``chat`` is the tokenizer's chat template, ``dialogue`` the
             Human/Assistant form. ``auto`` is ``chat`` if the tokenizer has a template, else ``dialogue``.
@@ -275,6 +294,7 @@ class DataConfig(StrictModel):
     partition: Partition
     format: str = "auto"
     columns: Columns | None = None
+    metadata: tuple[str, ...] = ()
     encoding: str = "utf-8"
     template: Literal["auto", "chat", "dialogue", "instruction"] = "auto"
     max_length: int = Field(default=512, ge=2)

@@ -102,12 +102,16 @@ class Findings(StrictModel):
         gone: clients that lost all training rows.
         similar: groups of names that may denote the same client.
         ignored: files in source folders that were not read.
+        unread: columns that were neither used nor named as metadata.
+        contradicted: pairs of rows that rate the rejected response higher.
     """
 
     lost: dict[str, int] = Field(default_factory=dict)
     gone: tuple[str, ...] = ()
     similar: tuple[tuple[str, ...], ...] = ()
     ignored: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    contradicted: int = 0
 
 
 def similar_names(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:

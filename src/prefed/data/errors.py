@@ -135,7 +135,7 @@ class ErrorCollector:
         try:
             yield
         except ValueError as error:
-            self.add(location, str(error))
+            self.add(location, str(error), getattr(error, "remedy", ""))
         except (TypeError, AttributeError, OverflowError) as error:
             # A value of a type that the format does not expect.
             self.add(location, f"malformed: {error}")

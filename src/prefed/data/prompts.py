@@ -12,14 +12,18 @@ from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Prompt, check_unicode
 from prefed.data.sources import format_setting, read_rows, source_digests
 from prefed.data.sources.files import sha256_of
-from prefed.data.sources.formats import POST_FIELDS, Format, detect_format, get_format
+from prefed.data.sources.formats import POST_FIELDS, Format, detect_format, get_format, is_known
 from prefed.data.sources.pairs import (
     extra_columns,
     messages_or_text,
+    parse_label,
     parse_messages,
+    read_prompt,
     split_prompt,
-    value_at,
+    usual_columns,
 )
+from prefed.data.sources.tracking import TrackedRow, peek
+from prefed.data.sources.unread import check_unread
 
 RESPONSES = ("response", "completion", "output", "chosen")
 """Columns that may contain the response to a column ``prompt``, in order of precedence."""
@@ -49,8 +53,10 @@ def read_prompts(
     """Yield the prompts of a source, in order.
 
     - A ``.txt`` file has one prompt per line.
-    - With ``columns``, ``columns.prompt`` is the prompt and ``columns.chosen`` the response, if present.
-    - A row with a column ``prompt`` and no rejected response may have one of the columns :data:`RESPONSES`.
+    - With ``columns``, these name the prompt and system message, and ``columns.chosen`` is the response, if
+      present.
+    - A row with a prompt and no rejected response may have one of the columns :data:`RESPONSES`. A completion
+      with a thumb down is no response.
     - Any other row is a preference pair, which yields its prompt and its chosen response.
 
     Args:
@@ -69,11 +75,18 @@ def read_prompts(
     others = None if usual == "auto" else get_format(usual)
     rows = _lines(path, source.encoding or encoding) if _is_text(path) else None
     for row, location in rows or read_rows(source, encoding, "train", form or others, errors):
+        tracked, found = TrackedRow(row), list[PromptRow]()
         with errors.at(location):
-            for parsed in _parse(row, source.columns, form, others):
-                _check(parsed)
-                yield parsed, location
-            count += 1
+            parsed = _parse(tracked, source.columns, form, others)
+            for each in parsed:
+                _check(each)
+            if source.columns is None and parsed:
+                seen = [each.prompt for each in parsed], [each.response or "" for each in parsed]
+                check_unread(tracked, *seen, remedy=f"name the columns of the prompt: {naming}")
+            found = parsed
+        for each in found:
+            yield each, location
+        count += bool(found)
     errors.raise_if_any()
     if not count:
         raise DataError(f"{source.path} contains no prompts")
@@ -90,11 +103,12 @@ def _parse(
 ) -> list[PromptRow]:
     """Return the prompts of a row. A tie of a preference dataset has none."""
     if columns is not None:
-        name = columns.prompt or "prompt"
-        return [_plain_row(row, value_at(row, name), name, row.get(columns.chosen), columns.chosen)]
-    if form is None and "prompt" in row and row.get("rejected") is None:
-        column = next((name for name in RESPONSES if row.get(name) is not None), "")
-        return [_plain_row(row, row["prompt"], "prompt", row.get(column), column)]
+        named = columns if columns.prompt else columns.model_copy(update={"prompt": "prompt"})
+        return [_plain_row(row, named, columns.chosen)]
+    usual = usual_columns(row)
+    if form is None and usual.prompt is not None and peek(row, "rejected") is None and not is_known(row):
+        column = next((name for name in RESPONSES if peek(row, name) is not None), "")
+        return [_plain_row(row, usual, column)]
     found: dict[Prompt, PromptRow] = {}
     for raw in (form or others or detect_format(row)).pairs(row):
         if raw is not None:
@@ -103,9 +117,12 @@ def _parse(
     return list(found.values())
 
 
-def _plain_row(row: Mapping[str, Any], value: Any, name: str, response: Any, column: str) -> PromptRow:
-    value, response = messages_or_text(value), messages_or_text(response)
-    prompt: Prompt = value if isinstance(value, str) else parse_messages(value, name)
+def _plain_row(row: Mapping[str, Any], columns: Columns, column: str) -> PromptRow:
+    names = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or ()
+    value, response = read_prompt(row, columns), messages_or_text(row.get(column))
+    prompt: Prompt = value if isinstance(value, str) else parse_messages(value, " and ".join(names))
+    if column == "completion" and row.get("label") is not None and not parse_label(row["label"], "label"):
+        response = None
     if response is not None and not isinstance(response, str):
         turns = parse_messages(response, column)
         if len(turns) != 1:
@@ -113,7 +130,8 @@ def _plain_row(row: Mapping[str, Any], value: Any, name: str, response: Any, col
         response = turns[0].content
     # Selector templates contain the whole post, regardless of its length.
     post = {name: row[name] for name in POST_FIELDS if isinstance(row.get(name), str)}
-    return PromptRow(prompt, response, {**extra_columns(row, (name, column)), **post})
+    used = [*names, column, *([columns.system] if columns.system else [])]
+    return PromptRow(prompt, response, {**extra_columns(row, used), **post})
 
 
 def _check(row: PromptRow) -> None:

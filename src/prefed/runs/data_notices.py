@@ -38,10 +38,12 @@ _MUCH = 0.1
 """Warn if a larger share of rows is left out, or of pairs is cut."""
 
 
-def left_out_table(counts: RowCounts) -> dict[str, Any]:
-    """Return the counts of used, left-out and cut rows, as in ``summary.json``."""
+def left_out_table(dataset: FederatedDataset) -> dict[str, Any]:
+    """Return the counts of used, left-out and cut rows and the unused columns, as in ``summary.json``."""
+    counts, unused = dataset.row_counts, list(dataset.findings.unread)
     cut = {name: getattr(counts, name) for name in CUT}
-    return {"rows": counts.rows, "pairs": counts.kept, "dropped": counts.left_out, **cut}
+    rows = {"rows": counts.rows, "pairs": counts.kept, "dropped": counts.left_out}
+    return {**rows, **cut, "unused_columns": unused}
 
 
 def left_out_text(table: Mapping[str, Any]) -> str:
@@ -63,7 +65,7 @@ def left_out_text(table: Mapping[str, Any]) -> str:
 def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
     """Return notes on a dataset, and warnings. They name clients, but quote no pair."""
     counts, findings = dataset.row_counts, dataset.findings
-    text = left_out_text(left_out_table(counts))
+    text = left_out_text(left_out_table(dataset))
     lost = sum(count for name, count in counts.left_out.items() if name not in _NO_LOSS)
     cut = counts.cut + counts.shortened
     much = lost > _MUCH * (counts.rows - counts.ties) or cut > _MUCH * counts.kept
@@ -71,6 +73,14 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
     warnings = [f"{text}{_worst(dataset)}{_remedies(counts)}"] if much else []
     if findings.ignored:
         notes.append(f"ignored files of unknown type: {listed(findings.ignored, str)}")
+    if findings.unread:
+        notes.append(f"columns not used: {listed(findings.unread, str, 12)}")
+    if findings.contradicted:
+        who = pluralize(findings.contradicted, "row rates its", "rows rate their")
+        warnings.append(
+            f"{who} rejected response higher than the chosen one (by scores, or by a negative margin): check "
+            "which one is preferred"
+        )
     if findings.gone:
         who = pluralize(len(findings.gone), "client has", "clients have")
         warnings.append(f"{who} no training pairs left and cannot take part: {listed(findings.gone)}")

@@ -345,7 +345,7 @@ def _tried(experiment: Experiment, job: Job, cache: Path, place: Path) -> DryRun
         seconds=training + evaluation,
         timed={"client": client, "steps": trial.meter.steps, "pairs": trial.meter.pairs},
         peak_memory_mb=peak_memory_mb(),
-        data=left_out_table(cast("PairTrainerFactory", job.trainers).dataset.row_counts),
+        data=left_out_table(cast("PairTrainerFactory", job.trainers).dataset),
         warnings=warnings,
         notes=notes,
     )

@@ -219,7 +219,7 @@ def describe_data(dataset: FederatedDataset) -> dict[str, Any]:
     """
     statistics = dataset_statistics(dataset)
     differ = {name: getattr(statistics, name) for name in _DATA}
-    return {**left_out_table(dataset.row_counts), **differ}
+    return {**left_out_table(dataset), **differ}
 
 
 def describe_origin(code: Mapping[str, Code], method: str = "") -> dict[str, Any]:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prefed.data.config import Columns, DataConfig, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
-from prefed.data.record import Record
+from prefed.data.record import Prompt, Record
 from prefed.data.sources import files, huggingface
 from prefed.data.sources.folders import data_files
 from prefed.data.sources.formats import FORMATS, Format, detect_format, get_format, pairs_format
-from prefed.data.sources.pairs import RawPair, split_prompt, value_at, whole_texts
+from prefed.data.sources.pairs import (
+    RawPair,
+    contradicts,
+    split_prompt,
+    usual_columns,
+    value_at,
+    whole_texts,
+)
+from prefed.data.sources.tracking import TrackedRow, peek
+from prefed.data.sources.unread import check_unread
 
 __all__ = [
     "FORMATS",
@@ -29,13 +38,22 @@ __all__ = [
 
 @dataclass
 class ReadCounts:
-    """Counts updated while reading; see :class:`~prefed.data.RowCounts`."""
+    """Counts updated while reading; see :class:`~prefed.data.RowCounts`.
+
+    Attributes:
+        contradicted: pairs whose rejected response has the higher score, or with a negative margin.
+        unread: columns that were not used, in the order of their appearance.
+        columns: all columns.
+    """
 
     read: int = 0
     identical: int = 0
     ties: int = 0
     prefixes: int = 0
     short: int = 0
+    contradicted: int = 0
+    unread: dict[str, None] = field(default_factory=dict)
+    columns: set[str] = field(default_factory=set)
 
 
 def read_records(
@@ -61,11 +79,15 @@ def read_records(
     """
     setting = format_setting(source, config.columns, config.format)
     form, file = setting, None
-    spellings, first_rows = _SpellingCheck(source, config), dict[str, tuple[int, bool]]()
-    for count, (row, location) in enumerate(read_rows(source, config.encoding, role, setting, errors)):
+    spellings, layouts = _SpellingCheck(source, config), _LayoutCheck()
+    prompts, columns = _PromptCheck(source, config), source.columns or config.columns
+    ignored = [*config.metadata, *([spellings.column] if spellings.column else [])]
+    for count, (plain, location) in enumerate(read_rows(source, config.encoding, role, setting, errors)):
         if config.rows is not None and count >= config.rows:
-            return
+            break
+        row = TrackedRow(plain)
         counts.read += 1
+        counts.columns.update(plain)
         if setting is None and location.file != file:
             try:
                 form, file = detect_format(row), location.file
@@ -78,21 +100,78 @@ def read_records(
                 form = FORMATS["pairs" if pair else "thumbs"]
         assert form is not None
         pairs: list[RawPair | None] = []
+        records: list[Record] = []
         with errors.at(location):
             spellings.check(row, location)
-            if form.name == "pairs" and (source.columns or config.columns) is None:
-                _check_prompt(row, location, first_rows)
             pairs = form.pairs(row)
             counts.read += len(pairs) - 1
-        for raw in pairs:
-            record = None
-            if raw is None:
-                counts.ties += 1
-            else:
-                with errors.at(location):
-                    record = _record(raw, name or source.subset, config, counts)
-            if record is not None:
+            counts.ties += pairs.count(None)
+        given = [raw for raw in pairs if raw is not None]
+        for raw in given:
+            with errors.at(location):
+                record = _record(raw, name or source.subset, config, counts)
+                records += [] if record is None else [record]
+        if not records:
+            continue
+        usable = False
+        with errors.at(location):
+            seen = [r.prompt for r in records], [t for r in records for t in (r.chosen, r.rejected)]
+            counts.unread |= dict.fromkeys(check_unread(row, *seen, ignored, given[0].columns))
+            counts.contradicted += contradicts(row, records)
+            if form.name == "pairs" and columns is None:
+                layouts.check(row, location)
+            prompts.add(form, given, records)
+            usable = True
+        if usable:
+            for record in records:
                 yield record, location
+    prompts.raise_if_none()
+
+
+class _PromptCheck:
+    """Refuse a source without prompts, unless an empty prompt is asked for."""
+
+    def __init__(self, source: Source, config: DataConfig) -> None:
+        columns = source.columns or config.columns
+        self._asked = config.score == "whole" or (columns is not None and columns.prompt is not None)
+        self._path, self._count, self._blank = source.path, 0, 0
+
+    def add(self, form: Format, pairs: Sequence[RawPair], records: Sequence[Record]) -> None:
+        """Count the records of one row.
+
+        Raises:
+            RowError: the row has no column of a prompt, and its responses have no common beginning.
+        """
+        if self._asked or not form.has_prompts:
+            return
+        blank = [not _has_text(record.prompt) for record in records]
+        if any(blank) and pairs[0].prompt is None:
+            raise RowError(
+                "chosen and rejected have no common beginning, so this row has no prompt", remedy=_NO_PROMPT
+            )
+        self._count += len(records)
+        self._blank += sum(blank)
+
+    def raise_if_none(self) -> None:
+        """Check the whole source.
+
+        Raises:
+            DataError: all prompts are empty.
+        """
+        if self._count and self._blank == self._count:
+            raise DataError(f"{self._path}: the prompt of every row is empty. {_NO_PROMPT}")
+
+
+_NO_PROMPT = (
+    'If another column contains the prompt, name it: columns = {prompt = "…"}. To train on texts without '
+    'prompts, set [data] score = "whole".'
+)
+
+
+def _has_text(prompt: Prompt) -> bool:
+    return any(
+        text.strip() for text in ([prompt] if isinstance(prompt, str) else [m.content for m in prompt])
+    )
 
 
 class _SpellingCheck:
@@ -131,25 +210,36 @@ class _SpellingCheck:
             )
 
 
-def _check_prompt(row: files.Row, location: RowLocation, first_rows: dict[str, tuple[int, bool]]) -> None:
-    """Refuse texts without a prompt in a file with prompts: they would be read as whole dialogues.
+class _LayoutCheck:
+    """Refuse a row of texts that would be read in another way than the first row of its file."""
 
-    Args:
-        first_rows: file → number of its first row, and whether that has a prompt; is updated.
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, bool, bool]] = {}
 
-    Raises:
-        RowError: only one of this row and the first row of the file has the column ``prompt``.
-    """
-    if not isinstance(row.get("chosen"), str):
-        return
-    has = "prompt" in row
-    first, expected = first_rows.setdefault(location.file, (location.row, has))
-    if has != expected:
-        here, there = ("a", "no") if has else ("no", "a")
-        raise RowError(
-            f"this row has {here} prompt, but row {first} has {there} prompt; texts without a prompt are "
-            "read as whole dialogues, so give a prompt in all rows of a file or in none"
-        )
+    def check(self, row: TrackedRow, location: RowLocation) -> None:
+        """Check one row.
+
+        Raises:
+            RowError: only one of this row and the first row of the file has a column of prompts, or of system
+                messages.
+        """
+        usual = usual_columns(row)
+        if not isinstance(peek(row, usual.chosen), str):
+            return
+        prompt, system = usual.prompt is not None, usual.system is not None
+        number, *expected = self._first.setdefault(location.file, (location.row, prompt, system))
+        if prompt != expected[0]:
+            here, there = ("a", "no") if prompt else ("no", "a")
+            raise RowError(
+                f"this row has {here} prompt, but row {number} has {there} prompt; texts without a prompt "
+                "are read as whole dialogues, so give a prompt in all rows of a file or in none"
+            )
+        if system != expected[1] and usual.prompt == "prompt":
+            here, there = ("a", "none") if system else ("no", "one")
+            raise RowError(
+                f"this row has {here} system column, but row {number} has {there}; with it, a text "
+                "prompt is a user turn, so give it in all rows of a file, empty where there is no message"
+            )
 
 
 def source_digests(source: Source) -> dict[str, str]:

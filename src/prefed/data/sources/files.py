@@ -147,7 +147,8 @@ def type_name(value: Any) -> str:
         float: "a number",
         bool: "a boolean",
     }
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+    kind = dict if isinstance(value, dict) else type(value)
+    return "null" if value is None else names.get(kind, kind.__name__)
 
 
 def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:

@@ -6,10 +6,11 @@ If the responses to a prompt are rated, the best one is paired with the worst on
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import combinations, groupby
 from typing import Any
 
 from prefed.core.plugins import Registry
@@ -20,7 +21,9 @@ from prefed.data.record import plain_prompt
 from prefed.data.sources.files import Row
 from prefed.data.sources.pairs import (
     RawPair,
+    better_of,
     extra_columns,
+    is_dialogue,
     list_at,
     number_at,
     pair_from_columns,
@@ -32,7 +35,10 @@ from prefed.data.sources.pairs import (
     user_turn,
     usual_columns,
     value_at,
+    voted,
 )
+from prefed.data.sources.tracking import peek, unmarked
+from prefed.data.sources.unread import PROMPT_NAMES, columns_line
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Format:
         detected_by: columns that identify the format, separated by spaces; empty if it cannot be detected.
         subset: default configuration of the hub dataset.
         subset_is_folder: subsets of the hub dataset are folders.
+        has_prompts: a source in which all prompts are empty is refused.
     """
 
     name: str
@@ -55,6 +62,7 @@ class Format:
     detected_by: str = ""
     subset: str | None = None
     subset_is_folder: bool = False
+    has_prompts: bool = True
 
     def pairs(self, row: Row) -> list[RawPair | None]:
         """Return one entry per comparison of a row, at least one; ``None`` for a tie.
@@ -82,21 +90,28 @@ def best_and_worst(rated: Iterable[tuple[Any, float | None]]) -> tuple[Any, Any,
     return best[0], worst[0], best[1] - worst[1]
 
 
-def _ratings(row: Row) -> RawPair | None:
-    """Convert the columns prompt, responses and ratings; other columns as in the format ``pairs``."""
-    responses, ratings = list_at(row, "responses"), list_at(row, "ratings")
+def _ratings(row: Row, column: str = "responses") -> RawPair | None:
+    """Convert prompt, responses and ratings; other columns as in the format ``pairs``."""
+    responses, ratings = list_at(row, column), list_at(row, "ratings")
     if len(responses) != len(ratings):
         raise RowError(
-            f"responses has {len(responses)} entries, but ratings has {len(ratings)}; give one rating per "
+            f"{column} has {len(responses)} entries, but ratings has {len(ratings)}; give one rating per "
             "response"
         )
     numbers = [parse_number(item, f"rating {k}") for k, item in enumerate(ratings, 1)]
     pair = best_and_worst(zip(responses, numbers, strict=True))
-    if pair is None:
-        return None
-    others = {name: item for name, item in row.items() if name not in ("responses", "ratings")}
-    found = {**others, **dict(zip(("chosen", "rejected", "margin"), pair, strict=True))}
-    return pair_from_columns(found, usual_columns(found), "prompt")
+    return pair and pair_from_columns(row, usual_columns(row), pair, (column, "ratings"))
+
+
+def _ranked(row: Row) -> RawPair | None:
+    """Convert answers with ranks, of which 1 is the best."""
+    rated = [
+        (text_at(answer, "answer"), None if rank is None else -rank)
+        for answer in list_at(row, "answers")
+        for rank in [number_at(answer, "rank")]
+    ]
+    pair = best_and_worst(rated)
+    return pair and pair_from_columns(row, usual_columns(row), pair, ("answers",))
 
 
 def _ultrafeedback(row: Row) -> RawPair | None:
@@ -158,17 +173,80 @@ def _prism(row: Row) -> list[RawPair | None]:
     return pairs
 
 
+def _oasst(row: Row) -> list[RawPair | None]:
+    """Convert a tree of messages: the best-ranked reply to each prompt and the worst-ranked one."""
+    pairs: list[RawPair | None] = []
+    extra = extra_columns(row, ())
+
+    def walk(node: Row, start: list[dict[str, str]]) -> None:
+        role = "user" if text_at(node, "role") == "prompter" else "assistant"
+        turn = {"role": role, "content": text_at(node, "text")}
+        replies = [reply for reply in node.get("replies") or () if not reply.get("deleted")]
+        if role == "user" and len(replies) > 1:
+            ranks = [(text_at(reply, "text"), reply.get("rank")) for reply in replies]
+            pair = best_and_worst((text, None if rank is None else -rank) for text, rank in ranks)
+            pairs.append(pair and RawPair([*start, turn], *pair, category=node.get("lang"), extra=extra))
+        for reply in replies:
+            walk(reply, [*start, turn])
+
+    # A copy, since the messages are read as a whole.
+    walk(dict(value_at(row, "prompt")), [])
+    return pairs or [None]
+
+
+def _label_studio(row: Row) -> list[RawPair | None]:
+    """Convert a task with pairwise comparisons, whose client is the annotator."""
+    pairs: list[RawPair | None] = []
+    data = value_at(row, "data")
+    for annotation in list_at(row, "annotations"):
+        who = annotation.get("completed_by")
+        for result in annotation.get("result") or ():
+            if result.get("type") != "pairwise" or annotation.get("was_cancelled"):
+                continue
+            names = tuple(text_at(result, "to_name").split(","))
+            if len(names) != 2 or not set(names) <= data.keys():
+                raise RowError(
+                    f"the comparison is of {' and '.join(names)}; name the fields of data like that"
+                )
+            vote = value_at(result, "value.selected")
+            pairs.append(_vote(data, names, vote, who.get("email") if isinstance(who, Mapping) else who))
+    return pairs or [None]
+
+
+def _argilla(row: Row) -> list[RawPair | None]:
+    """Convert a record with a question about two responses, whose client is the annotator."""
+    fields, answers = value_at(row, "fields"), value_at(row, "responses")
+    columns = usual_columns(fields)
+    prompt = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or ()
+    names = tuple(name for name in fields if name not in (*prompt, columns.system))
+    if len(names) != 2 or len(answers) != 1:
+        raise RowError(
+            f"this Argilla record has {len(names)} responses and {len(answers)} questions; prefed reads "
+            "records with one question about two responses"
+        )
+    (question,) = answers
+    votes = list_at(answers, question)
+    return [_vote(fields, names, vote.get("value"), vote.get("user_id")) for vote in votes] or [None]
+
+
+def _vote(fields: Row, names: tuple[str, ...], vote: Any, client: Any) -> RawPair | None:
+    winner = better_of(vote, names, "the vote")
+    if winner is None:
+        return None
+    found = text_at(fields, names[winner]), text_at(fields, names[1 - winner]), None
+    pair = pair_from_columns(fields, usual_columns(fields), found, names)
+    return replace(pair, client=pair.client or parse_name(client, "annotator"))
+
+
 _OTHER = {"a": "b", "b": "a"}
 
 
 def _arena(row: Row) -> RawPair | None:
     """Convert a vote between two dialogues."""
-    winner = text_at(row, "winner")
-    if winner in ("tie", "tie (bothbad)"):
+    winner = better_of(text_at(row, "winner"), ("model_a", "model_b"), "winner")
+    if winner is None:
         return None
-    if winner not in ("model_a", "model_b"):
-        raise RowError(f"winner must be model_a, model_b or a tie, not {winner!r}")
-    better = winner[-1]
+    better = "ab"[winner]
     return RawPair(
         None,
         list_at(row, f"conversation_{better}"),
@@ -208,22 +286,43 @@ def _arena_55k(row: Row) -> RawPair | None:
     )
 
 
-def _helpsteer3(row: Row) -> RawPair | None:
-    """Convert a preference from −3 (response 1 is much better) to 3 (response 2 is much better)."""
-    preference = number_at(row, "overall_preference")
+def _signed(row: Row, strength: str, names: tuple[str, str]) -> tuple[str, str, float] | None:
+    """Return the better and the worse of two responses and the strength of the preference.
+
+    HelpSteer2 and 3: from −3 (the first is much better) to 3 (the second is much better).
+    """
+    preference = number_at(row, strength)
     if preference is None or abs(preference) > 3:
-        raise RowError(f"overall_preference must be a number from -3 to 3, not {preference}")
+        raise RowError(f"{strength} must be a number from -3 to 3, not {preference}")
     if preference == 0:
         return None
-    better, worse = ("1", "2") if preference < 0 else ("2", "1")
+    better, worse = names if preference < 0 else names[::-1]
+    return text_at(row, better), text_at(row, worse), abs(preference)
+
+
+def _helpsteer3(row: Row) -> RawPair | None:
+    found = _signed(row, "overall_preference", ("response1", "response2"))
+    if found is None:
+        return None
+    chosen, rejected, margin = found
     return RawPair(
         list_at(row, "context"),
-        text_at(row, f"response{better}"),
-        text_at(row, f"response{worse}"),
-        margin=abs(preference),
+        chosen,
+        rejected,
+        margin=margin,
         category=parse_name(row.get("domain"), "domain"),
         extra=extra_columns(row, ("context", "response1", "response2", "domain")),
     )
+
+
+def _helpsteer2(row: Row) -> RawPair | None:
+    """Convert the preferences of HelpSteer2. Its prompts are what users say."""
+    names = "response_1", "response_2"
+    found = _signed(row, "preference_strength", names)
+    if found is None:
+        return None
+    columns = usual_columns(row).model_copy(update={"prompt": ("prompt",)})
+    return pair_from_columns(row, columns, found, names)
 
 
 def _community(row: Row) -> list[RawPair | None]:
@@ -266,6 +365,9 @@ def _community(row: Row) -> list[RawPair | None]:
     return pairs
 
 
+_DIALOGUES = ("messages", "conversations")
+_COMPLETIONS = ("completion", "output", *_DIALOGUES)
+"""Columns of a response with a thumb. A dialogue also contains its prompt."""
 POST_FIELDS = ("subreddit", "title", "post")
 """The fields of a Reddit post in FedBiscuit's templates."""
 
@@ -278,20 +380,34 @@ def pairs_format(columns: Columns | None = None) -> Format:
     used if present. With columns for a thumb, the rows are thumbs.
     """
 
-    def to_pair(row: Row) -> RawPair:
-        if columns is not None:
-            return pair_from_columns(row, columns, columns.prompt or ("prompt" if columns.thumb else None))
-        return pair_from_columns(row, usual_columns(row), "prompt" if "prompt" in row else None)
+    def to_pair(row: Row) -> RawPair | None:
+        if columns is None:
+            return pair_from_columns(row, usual_columns(row))
+        if columns.responses is not None and columns.preference is not None:
+            found = voted(row, columns)
+            return found and pair_from_columns(row, columns, found, (*columns.responses, columns.preference))
+        if columns.thumb and columns.prompt is None and not is_dialogue(peek(row, columns.thumb[0])):
+            usual = usual_columns(row)
+            return pair_from_columns(row, columns.model_copy(update={"prompt": usual.prompt or "prompt"}))
+        return pair_from_columns(row, columns)
 
     return Format("pairs", to_pair)
+
+
+def _named(**names: Any) -> Callable[[Row], RawPair | list[RawPair | None] | None]:
+    """Return a conversion by the names of columns, which otherwise have their usual names."""
+    return lambda row: pairs_format(usual_columns(row).model_copy(update=names)).convert(row)
 
 
 def _thumbs(row: Row) -> list[RawPair | None]:
     """Convert prompt, completion and label, as in TRL. A row with chosen and rejected becomes two thumbs."""
     usual = usual_columns(row)
     if "label" in row or not {"chosen", "rejected"} <= row.keys():
-        named = usual.model_copy(update={"completion": "completion", "label": "label"})
-        return [pair_from_columns(row, named, "prompt")]
+        label = "kto_tag" if "kto_tag" in row else "label"
+        completion = next((name for name in _COMPLETIONS if name in row), "completion")
+        named = None if completion in _DIALOGUES else usual.prompt or "prompt"
+        names = {"prompt": named, "completion": completion, "label": label}
+        return [pair_from_columns(row, usual.model_copy(update=names))]
     both = pairs_format().convert(row)
     assert isinstance(both, RawPair)
     prompt, chosen, rejected, _ = split_prompt(both)
@@ -443,7 +559,7 @@ def _safe(row: Row, column: str = "better_response_id") -> RawPair:
 
 def _instruction(row: Row) -> RawPair:
     """Convert prompt, chosen and rejected. A text prompt becomes a user turn, after any system message."""
-    pair = pair_from_columns(row, Columns(), "prompt")
+    pair = pair_from_columns(row, Columns(prompt="prompt"))
     if isinstance(pair.prompt, str) and isinstance(pair.chosen, str):
         pair.prompt = user_turn(pair.prompt, row.get("system") or row.get("system_message"))
     return pair
@@ -451,10 +567,10 @@ def _instruction(row: Row) -> RawPair:
 
 _ALL = (
     pairs_format(),
-    Format("thumbs", _thumbs, "trl-lib/kto-mix-14k", "prompt completion label"),
+    Format("thumbs", _thumbs, "trl-lib/kto-mix-14k", "completion label"),
     Format("hh-rlhf", pairs_format().convert, "Anthropic/hh-rlhf", subset_is_folder=True),
     Format("shp", _shp, "stanfordnlp/SHP", "history human_ref_A human_ref_B labels", subset_is_folder=True),
-    Format("shp-responses", _shp_responses, subset_is_folder=True),
+    Format("shp-responses", _shp_responses, subset_is_folder=True, has_prompts=False),
     Format(
         "summarize-from-feedback",
         _summaries,
@@ -497,12 +613,37 @@ _ALL = (
         "preference",
     ),
     Format(
+        "helpsteer2",
+        _helpsteer2,
+        "nvidia/HelpSteer2",
+        "prompt response_1 response_2 preference_strength",
+        "preference",
+        subset_is_folder=True,
+    ),
+    Format(
         "community-alignment",
         _community,
         "facebook/community-alignment-dataset",
         "annotator_id first_turn_prompt first_turn_preferred_response",
     ),
     Format("ratings", _ratings, detected_by="prompt responses ratings"),
+    Format("distilabel", partial(_ratings, column="generations"), detected_by="generations ratings"),
+    Format("nectar", _ranked, "berkeley-nest/Nectar", "prompt answers num_responses"),
+    Format(
+        "openai",
+        _named(prompt="input.messages", chosen="preferred_output", rejected="non_preferred_output"),
+        detected_by="input preferred_output non_preferred_output",
+    ),
+    Format(
+        "alpaca-farm",
+        _named(prompt=("instruction", "input"), responses=("output_1", "output_2"), preference="preference"),
+        "tatsu-lab/alpaca_farm",
+        "instruction input output_1 output_2 preference",
+        "alpaca_human_preference",
+    ),
+    Format("oasst", _oasst, detected_by="message_tree_id prompt"),
+    Format("label-studio", _label_studio, detected_by="data annotations"),
+    Format("argilla", _argilla, detected_by="fields responses suggestions"),
     Format(
         "ultrafeedback-ratings", _ultrafeedback, "openbmb/UltraFeedback", "instruction completions models"
     ),
@@ -536,48 +677,91 @@ def get_format(name: str) -> Format:
     return FORMATS[name]
 
 
+def _known(row: Row) -> Format | None:
+    forms = (entry for entry in FORMATS.builtin.values() if entry.detected_by)
+    return next((entry for entry in forms if row.keys() >= {*entry.detected_by.split()}), None)
+
+
+def is_known(row: Row) -> bool:
+    """Whether a row has the columns of a known dataset, and not only those of any pairs or thumbs."""
+    entry = _known(row)
+    return entry is not None and entry.name != "thumbs"
+
+
 def detect_format(row: Row) -> Format:
     """Detect the format of a row by its columns.
 
     Raises:
         RowError: no format has these columns.
     """
-    for entry in FORMATS.builtin.values():
-        if entry.detected_by and row.keys() >= {*entry.detected_by.split()}:
-            return entry
-    if {"chosen", "rejected"} <= row.keys():
+    if entry := _known(row):
+        return entry
+    if {"chosen", "rejected"} <= row.keys() or {"chosen_response", "rejected_response"} <= row.keys():
         return FORMATS["pairs"]
+    if "kto_tag" in row:
+        return FORMATS["thumbs"]
     raise RowError(f"no known format has the columns {', '.join(map(str, row))}; {_help(row)}")
 
 
 _CHOICES = {"winner", "label", "labels", "choice", "preference", "preferred", "better", "overall_preference"}
 """Columns that may name the better of two responses."""
-_PROMPTS = {"prompt", "question", "instruction", "input", "query", "context", "history", "system"}
-"""Columns that never contain a response."""
 
 
 def _help(row: Row) -> str:
-    """Return a hint for turning rows with unknown columns into pairs."""
+    """Return a hint for turning rows with unknown columns into pairs.
+
+    Columns whose names differ in a number or a letter, such as response_1 and response_2, are not the chosen
+    and the rejected one of every row.
+    """
     if {"interaction_id", "user_prompt", "model_response"} <= row.keys():
         return (
             "these are PRISM utterances, with one response per row; use conversations.jsonl, which contains "
             "the same data"
         )
-    texts = [name for name, item in row.items() if name not in _PROMPTS and _may_respond(item)]
+    if {"message_id", "parent_id", "text", "role"} <= row.keys():
+        return "these are single messages of trees; use the file of trees, such as …_ready.trees.jsonl.gz"
+    texts = [str(n) for n, item in unmarked(row) if str(n).lower() not in PROMPT_NAMES and _may_respond(item)]
+    prompt = usual_columns(row).prompt or "…"
+    chooser = next((str(name) for name in row if str(name).lower() in _CHOICES), None)
+    texts = [name for name in texts if name != chooser] or [n for n in _DIALOGUES if n in row]
+    thumbs = [str(name) for name, item in unmarked(row) if item in (True, False)]
+    if len(texts) == len(thumbs) == 1:
+        named = None if texts[0] in _DIALOGUES else prompt
+        line = columns_line(Columns(prompt=named, completion=texts[0], label=thumbs[0]))
+        return f"if {thumbs[0]} is a thumb up or down, read such rows with {line}"
     if len(texts) < 2:
         return (
             "give two responses to each prompt, in the columns prompt, chosen and rejected, or one with a "
             "thumb, in the columns prompt, completion and label"
         )
-    if chooser := next((str(name) for name in row if str(name).lower() in _CHOICES), None):
+    numbered = next((pair for pair in combinations(texts, 2) if _numbered(*pair)), None)
+    if numbered and chooser and _names_one(peek(row, chooser), numbered):
+        voted_on = Columns(prompt=prompt, responses=numbered, preference=chooser)
+        return f"if {chooser} names the better response, read them with {columns_line(voted_on)}"
+    if numbered or chooser:
+        which = f"If {chooser!r} names" if chooser else "In each row, find"
         return (
-            f"use the columns prompt, chosen and rejected. If {chooser!r} names the better response, write "
-            "that response as chosen and the other one as rejected"
+            f"use the columns prompt, chosen and rejected. {which} the better response, and write that "
+            "response as chosen and the other one as rejected"
         )
     return (
         "use the columns prompt, chosen and rejected, or name yours: "
         'columns = {prompt = "…", chosen = "…", rejected = "…"}'
     )
+
+
+def _numbered(one: str, other: str) -> bool:
+    """Whether two names differ only in a number or a letter at their end."""
+    parts = [re.fullmatch(r"(.*?)[_-]?(\d+|[a-z])", name.lower()) for name in (one, other)]
+    return all(parts) and len({part and part[1] for part in parts}) == 1
+
+
+def _names_one(vote: Any, names: tuple[str, str]) -> bool:
+    try:
+        better_of(vote, names, "")
+    except RowError:
+        return False
+    return True
 
 
 def _may_respond(item: Any) -> bool:

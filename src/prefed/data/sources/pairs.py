@@ -13,8 +13,9 @@ from typing import Any
 from prefed.data.config import Columns
 from prefed.data.encoding import dialogue
 from prefed.data.errors import RowError
-from prefed.data.record import Message, Prompt, Role, Split
+from prefed.data.record import Message, Prompt, Record, Role, Split
 from prefed.data.sources.files import Row, type_name
+from prefed.data.sources.tracking import has_value, peek, unmarked
 
 TURN = "\n\nAssistant:"
 """The marker of an assistant turn in a dialogue written as one text."""
@@ -40,6 +41,14 @@ _SPLITS: Mapping[str, Split] = {
     "dev": "validation",
     "test": "test",
 }
+SYSTEM_NAMES = ("system", "system_prompt", "system_message")
+"""Usual names of the column of system messages, in order of precedence."""
+_ALPACA = ("history", "instruction", "input")
+_PROMPTS = (
+    *("history", "question", "instruction", "query", "problem", "input"),
+    *("messages", "conversations", "conversation", "trajectory"),
+)
+"""Usual names of a prompt's column, other than ``prompt``; what comes first precedes the others."""
 _LONGEST = 1000
 """Maximum length of a text from an unused column that is kept with the record."""
 
@@ -49,7 +58,7 @@ class RawPair:
     """A pair as read from a row. Prompt and responses may be text, messages or whole dialogues.
 
     A thumb has its response as both ``chosen`` and ``rejected``, and a ``label``. ``whole`` responses repeat
-    the prompt, which may end within a word.
+    the prompt, which may end within a word. ``columns`` are those that were read, if a setting can name them.
     """
 
     prompt: Any
@@ -63,10 +72,13 @@ class RawPair:
     extra: dict[str, str | float | int] = field(default_factory=dict)
     label: bool | None = None
     whole: bool = False
+    columns: Columns | None = None
 
 
 def value_at(row: Row, path: str) -> Any:
-    """Return the value at a dotted path. A column with dots in its name takes precedence.
+    """Return the value at a dotted path, in which numbers count the entries of lists from 0.
+
+    A column with dots in its name takes precedence.
 
     Raises:
         RowError: there is no such value. The message lists the columns.
@@ -75,9 +87,12 @@ def value_at(row: Row, path: str) -> Any:
         return row[path]
     value: Any = row
     for step in path.split("."):
-        if not isinstance(value, Mapping) or step not in value:
+        if isinstance(value, list) and step.isdigit() and int(step) < len(value):
+            value = value[int(step)]
+        elif isinstance(value, Mapping) and step in value:
+            value = value[step]
+        else:
             raise RowError(f"no column {path!r}; available columns: {', '.join(map(str, row)) or 'none'}")
-        value = value[step]
     return value
 
 
@@ -149,7 +164,7 @@ def _mismatch(name: str, expected: str, value: Any) -> RowError:
 def extra_columns(row: Row, used: Sequence[str]) -> dict[str, str | float | int]:
     """Return the finite numbers and short texts in the columns that are not ``used``."""
     values: dict[str, str | float | int] = {}
-    for name, item in row.items():
+    for name, item in unmarked(row):
         if name in used or item is None:
             continue
         if isinstance(item, bool):
@@ -163,9 +178,49 @@ def extra_columns(row: Row, used: Sequence[str]) -> dict[str, str | float | int]
     return values
 
 
+def contradicts(row: Row, records: Sequence[Record]) -> bool:
+    """Whether a row rates its rejected response higher: by its columns, or by a negative margin.
+
+    Columns are those like ``score_chosen`` and ``score_rejected``.
+    """
+    if any(record.label is None and (record.margin or 0) < 0 for record in records):
+        return True
+    values = {str(name): item for name, item in unmarked(row) if isinstance(item, int | float)}
+    return any(
+        value < values.get(name.replace("chosen", "rejected"), value)
+        for name, value in values.items()
+        if "chosen" in name and re.search("score|rating|reward", name)
+    )
+
+
 def usual_columns(row: Row) -> Columns:
-    """Return the columns of the row that are used by default."""
-    return Columns(**{n: n for n in ("margin", "client", "category", "domain", "split") if n in row})
+    """Return the columns of a row that are used by default: those of well-known layouts.
+
+    A column ``prompt`` is used unchanged. Without one, an instruction with its input, or the only column with
+    another usual name of a prompt, becomes a conversation. Dialogues that contain their prompt need none.
+    """
+    named: dict[str, Any] = {n: n for n in ("margin", "client", "category", "domain", "split") if n in row}
+    if "chosen" not in row and "chosen_response" in row:
+        named |= {"chosen": "chosen_response", "rejected": "rejected_response"}
+    response = peek(row, next((n for n in (named.get("chosen", "chosen"), "completion") if n in row), ""))
+    if "prompt" in row:
+        named["prompt"] = "prompt"
+    elif not is_dialogue(response):
+        found = [name for name in _PROMPTS if has_value(peek(row, name))]
+        if "instruction" in found:
+            found = [name for name in _ALPACA if name in found]
+        if "instruction" in found or len([name for name in found if name != "history"]) == 1:
+            named["prompt"] = tuple(found)
+    systems = [name for name in SYSTEM_NAMES if name in row]
+    if systems and ("prompt" in named or isinstance(messages_or_text(response), list)):
+        named["system"] = next((name for name in systems if has_value(peek(row, name))), systems[0])
+    return Columns(**named)
+
+
+def is_dialogue(response: Any) -> bool:
+    """Whether a response contains its prompt: several messages, or the text of a dialogue."""
+    response = messages_or_text(response)
+    return TURN in response if isinstance(response, str) else isinstance(response, list) and len(response) > 1
 
 
 def user_turn(content: str, system: Any = None) -> list[dict[str, str]]:
@@ -174,39 +229,191 @@ def user_turn(content: str, system: Any = None) -> list[dict[str, str]]:
     return [*start, {"role": "user", "content": content}]
 
 
-def pair_from_columns(row: Row, columns: Columns, prompt: str | None) -> RawPair:
+def read_prompt(row: Row, columns: Columns) -> Any:
+    """Return the prompt in the named columns: a text, messages, or ``None`` without a prompt.
+
+    A text in a single column is used unchanged, unless a column of system messages is named. Otherwise the
+    prompt is a conversation: the system message, if any, the messages of the columns, and their texts, joined
+    by new lines, as user turns.
+
+    Raises:
+        RowError: a column is missing, all are empty, or there are two system messages.
+    """
+    names = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or []
+    values = [messages_or_text(value_at(row, name)) for name in names]
+    if names and all(value is None for value in values):
+        raise RowError(f"{' and '.join(names)} is missing")
+    system = None if columns.system is None else value_at(row, columns.system)
+    if system is not None and not isinstance(system, str):
+        raise _mismatch(str(columns.system), "text", system)
+    system = system if system and system.strip() else None
+    if isinstance(columns.prompt, str):
+        (text,) = values
+        if not isinstance(text, str) and system is None:
+            return text
+        if isinstance(text, str) and (columns.system is None or (system and system in text)):
+            return text
+        if isinstance(text, str) and TURN in text and system is None:
+            return text
+    turns: list[Any] = []
+    texts: list[str] = []
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, str):
+            if TURN in value:
+                raise RowError(f"{name} is a dialogue in one text; write it as a list of messages")
+            texts += [value] if value.strip() else []
+        elif value:
+            turns += [*user_turn("\n".join(texts))] if texts else []
+            turns, texts = [*turns, *_turns(value, name)], []
+    turns += user_turn("\n".join(texts)) if texts else []
+    if names and not turns:
+        raise RowError(f"{' and '.join(names)} is empty")
+    if system is None:
+        return turns or None
+    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
+    if first.get("role", first.get("from")) != "system":
+        return [{"role": "system", "content": system}, *turns]
+    if first.get("content", first.get("value")) != system:
+        raise RowError(f"{columns.system} differs from the system message in {' and '.join(names)}")
+    return turns
+
+
+def _turns(value: Any, name: str) -> list[Any]:
+    """Return messages, or the pairs of question and answer of a history, as messages."""
+    if isinstance(value, Mapping):
+        return [value]
+    if not isinstance(value, list):
+        raise _mismatch(name, "text or a list of messages", value)
+    turns: list[Any] = []
+    for item in value:
+        pair = isinstance(item, list | tuple) and len(item) == 2
+        roles = ("user", "assistant")
+        turns += [{"role": r, "content": t} for r, t in zip(roles, item, strict=True)] if pair else [item]
+    return turns
+
+
+def pair_from_columns(
+    row: Row, columns: Columns, found: tuple[Any, Any, float | None] | None = None, used: Sequence[str] = ()
+) -> RawPair:
     """Return the pair or thumb in the named columns.
 
     Args:
-        prompt: the column of the prompt; ``None`` if the responses contain it.
+        found: chosen, rejected and margin, instead of the values in their columns.
+        used: further columns that are not kept as ``extra``.
 
     Raises:
         RowError: a named column is missing, or the margin, client, split or label is malformed.
     """
-    start = None if prompt is None else messages_or_text(value_at(row, prompt))
-    if prompt is not None and start is None:
-        raise RowError(f"{prompt} is missing")
-    named = [columns.margin, columns.client, columns.category, columns.domain, columns.split]
+    start = read_prompt(row, columns)
+    named = [columns.margin, columns.client, columns.category, columns.domain, columns.split, columns.system]
     completion, label = columns.thumb or (None, None)
     responses = [columns.chosen, columns.rejected] if completion is None else [completion, completion]
-    used = [name for name in (prompt, *responses, label, *named) if name is not None]
-    chosen, rejected = (value_at(row, name) for name in responses)
+    prompts = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or []
+    named += [*prompts, *responses, label, *used]
+    margin = None if columns.margin is None else number_at(row, columns.margin)
+    if found is None:
+        chosen, rejected = (_one_message(value_at(row, name)) for name in responses)
+    else:
+        chosen, rejected, margin = found
     parsed = [messages_or_text(item) for item in (chosen, rejected)]
     if all(isinstance(item, list) for item in parsed):
         # Otherwise the task is to write such JSON, and only one response did.
         chosen, rejected = parsed
+    _check_prompt(start, chosen, columns)
     return RawPair(
         prompt=start,
         chosen=chosen,
         rejected=rejected,
-        margin=None if columns.margin is None else number_at(row, columns.margin),
+        margin=margin,
         client=_name_at(row, columns.client),
         category=_name_at(row, columns.category),
         domain=_name_at(row, columns.domain),
         split=None if columns.split is None else parse_split(value_at(row, columns.split)),
-        extra=extra_columns(row, used),
+        extra=extra_columns(row, [name for name in named if name is not None]),
         label=None if label is None else parse_label(value_at(row, label), label),
+        columns=columns if found is None or columns.preference else None,
     )
+
+
+_TIES = ("tie", "tie (bothbad)", "both bad", "bothbad", "neither", "equal", "same", "none", "draw")
+
+
+def voted(row: Row, columns: Columns) -> tuple[Any, Any, None] | None:
+    """Return the better and the worse of two responses by a vote, without a margin; ``None`` for a tie.
+
+    Raises:
+        RowError: a column is missing, or the vote names neither response.
+    """
+    names = columns.responses
+    assert names is not None
+    assert columns.preference is not None
+    winner = better_of(value_at(row, columns.preference), names, columns.preference)
+    values = [_one_message(value_at(row, name)) for name in names]
+    return None if winner is None else (values[winner], values[1 - winner], None)
+
+
+def better_of(vote: Any, names: Sequence[str], column: str) -> int | None:
+    """Return the index of the better of two responses; ``None`` for a tie.
+
+    Raises:
+        RowError: the vote names neither response.
+
+    >>> names = ("response_a", "response_b")
+    >>> [better_of(vote, names, "winner") for vote in ("model_b", "A", "left", "tie")]
+    [1, 0, 0, None]
+    """
+    whole = isinstance(vote, float) and vote.is_integer()
+    text = str(int(vote) if whole else vote).strip().lower().replace("_", " ")
+    if not text or vote is None or text in _TIES:
+        return None
+    ends = [name.rpartition(".")[2].lower().replace("_", " ") for name in names]
+    start = _common_length(*ends)
+    parts = [end[start:].strip(" -") for end in ends]
+    last = re.split(r"[^a-z0-9]+", text)[-1]
+    found = [k for k in (0, 1) if text in (ends[k], parts[k], _SIDES[k]) or last == parts[k]]
+    if len(found) != 1 or isinstance(vote, bool):
+        raise RowError(f"{column} is {vote!r}, which names neither {names[0]} nor {names[1]}")
+    return found[0]
+
+
+_SIDES = ("left", "right")
+
+
+def _one_message(item: Any) -> Any:
+    """Return a single message as a list of messages; any other value unchanged."""
+    return [item] if _is_turn(item) else item
+
+
+def _check_prompt(start: Any, chosen: Any, columns: Columns) -> None:
+    """Refuse a prompt that a response cannot follow.
+
+    Raises:
+        RowError: the prompt ends with an answer, a system message comes before a dialogue in one text, or a
+            dialogue begins with another system message.
+    """
+    if not isinstance(start, list):
+        return
+    names = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or ()
+    turns = [(t.get("role", t.get("from")), t.get("content", t.get("value"))) for t in start if _is_turn(t)]
+    if isinstance(chosen, list):
+        first = next(((t.get("role", t.get("from")), t.get("content")) for t in chosen if _is_turn(t)), None)
+        if columns.system and first and turns and first[0] == turns[0][0] == "system" and first != turns[0]:
+            raise RowError(f"{columns.system} differs from the system message of the dialogue")
+        if len(chosen) > 1:
+            return
+    elif columns.prompt is None:
+        raise RowError(
+            f"{columns.system} cannot precede dialogues in one text; write them as lists of messages"
+        )
+    if turns and _ROLES.get(str(turns[-1][0])) == "assistant":
+        raise RowError(
+            f"{' and '.join(names)} ends with a message of the assistant, to which no response can be given; "
+            "remove it"
+        )
+
+
+def _is_turn(item: Any) -> bool:
+    return isinstance(item, Mapping) and bool(item.keys() & {"role", "from"})
 
 
 def parse_number(item: Any, name: str) -> float | None:

@@ -122,7 +122,7 @@ def _run(
         own = PeerRounds(job, writer, backend, callback, name, links, meeting.watch, limit).run()
         profiles = read_profiles(job, backend.states)
     sizes = {name: pairs.sizes[name]._asdict()}
-    about = {"clients": sizes, "data": left_out_table(dataset.row_counts)}
+    about = {"clients": sizes, "data": left_out_table(dataset)}
     conclude(job, writer, own, profiles, callback, peer=name, peers=list(job.members), **about)
     return read_summary(writer.path / "summary.json")
 

@@ -1,0 +1,151 @@
+"""Columns that nobody read: counted, or refused if the model would miss what they contain."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from prefed.data.config import Columns
+from prefed.data.errors import RowError
+from prefed.data.record import Message, Prompt
+from prefed.data.sources.pairs import SYSTEM_NAMES, is_dialogue, messages_or_text, value_at
+from prefed.data.sources.tracking import TrackedRow, peek
+
+PROMPT_NAMES = {
+    *(
+        "prompt",
+        "question",
+        "instruction",
+        "instructions",
+        "query",
+        "problem",
+        "input",
+        "inputs",
+        "user_prompt",
+    ),
+    *(
+        "user_input",
+        "messages",
+        "conversations",
+        "conversation",
+        "dialogue",
+        "dialog",
+        "trajectory",
+        "history",
+    ),
+    *("context", "document", "documents", "passage", "article", "background", *SYSTEM_NAMES),
+}
+"""Names of columns that are part of a prompt."""
+_BEYOND_TEXT = {
+    *("tools", "tool_calls", "tool_choice", "functions", "function_call", "chat_template_kwargs"),
+    *("image", "images", "video", "videos", "audio", "audios", "reasoning_content", "thinking"),
+}
+"""Names of columns that change what a model sees, but are not part of a text."""
+
+_EMPTY = ("[]", "{}", "null")
+"""Empty values as JSON text."""
+
+
+def check_unread(
+    row: TrackedRow,
+    prompts: Sequence[Prompt],
+    responses: Sequence[str],
+    ignored: Sequence[str] = (),
+    columns: Columns | None = None,
+    remedy: str = "",
+) -> list[str]:
+    """Return the columns with a value that were not read and are not ``ignored``.
+
+    Args:
+        prompts: the prompts that were made from the row.
+        responses: the responses that were made from it.
+        columns: how the row was read; ``None`` if by a format that has no named columns.
+        remedy: what to do about a column that is refused. Default: name it in ``data.columns`` or
+            ``data.metadata``.
+
+    Raises:
+        RowError: a column named like a part of a prompt contains what no prompt contains, or a column changes
+            what the model sees.
+    """
+    unread = []
+    texts = "\n".join(_texts(prompts)), "\n".join(_texts([*prompts, *responses]))
+    for path, value in row.unread():
+        if any(path == name or path.startswith(f"{name}.") for name in ignored):
+            continue
+        name = path.rpartition(".")[2].lower()
+        drop = f"if the model should not see it, set [data] metadata = {json.dumps([path])}"
+        if name in _BEYOND_TEXT and not isinstance(value, int | float) and value not in _EMPTY:
+            raise RowError(
+                f"{path} changes what a model sees, but prefed trains on texts only; "
+                + (remedy or f"leave out such rows, or, {drop}")
+            )
+        if name in PROMPT_NAMES and not _contained(value, texts):
+            more = columns and with_column(columns, path, row)
+            use = f"read it with {columns_line(more)}" if more else "add it to the prompt"
+            raise RowError(
+                f"{path} is not read, but named like a part of the prompt; "
+                + (remedy or f"{use}, or, {drop}")
+            )
+        unread.append(path)
+    return unread
+
+
+def with_column(columns: Columns, path: str, row: TrackedRow) -> Columns | None:
+    """Return columns that also read the one at ``path``, as the system message or as a part of the prompt.
+
+    Return ``None`` for dialogues that contain their prompt, unless a text can precede their messages.
+    """
+    chosen = messages_or_text(peek(row, columns.thumb[0] if columns.thumb else columns.chosen))
+    value = messages_or_text(value_at(row, path))
+    if (
+        columns.prompt is None
+        and is_dialogue(chosen)
+        and not (isinstance(value, str) and isinstance(chosen, list))
+    ):
+        return None
+    if path.rpartition(".")[2].lower() in SYSTEM_NAMES and columns.system is None:
+        return columns.model_copy(update={"system": path})
+    named = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or ()
+    order = [str(name) for name in row]
+
+    def place(name: str) -> tuple[bool, int]:
+        # Messages come before the texts that follow them.
+        return isinstance(messages_or_text(value_at(row, name)), str), order.index(name.partition(".")[0])
+
+    both = sorted((*named, path), key=place)
+    return columns.model_copy(update={"prompt": both[0] if len(both) == 1 else tuple(both)})
+
+
+def columns_line(columns: Columns) -> str:
+    """Return the setting of these columns as TOML.
+
+    >>> columns_line(Columns(prompt=("instruction", "input"), rejected="bad"))
+    'columns = {prompt = ["instruction", "input"], rejected = "bad"}'
+    """
+    given = columns.model_dump(mode="json", exclude_defaults=True)
+    pairs = ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
+    return f"columns = {{{pairs}}}"
+
+
+def _contained(value: Any, texts: tuple[str, str]) -> bool:
+    """Whether the prompts contain a text, or prompts and responses all messages of a list."""
+    value = messages_or_text(value)
+    found = texts[0] if isinstance(value, str) else texts[1]
+    return all(re.search(rf"(?<!\w){re.escape(text)}(?!\w)", found) for text in _texts(value))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value, without roles."""
+    if isinstance(value, str):
+        if value.strip():
+            yield value.strip()
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item) if name not in ("role", "from") else ()
+    elif isinstance(value, Message):
+        yield from _texts(value.content)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _texts(item)

@@ -1,0 +1,393 @@
+"""Layouts of public preference sets: no prompt is lost in silence, and advice is right to follow."""
+
+import json
+import re
+import tomllib
+
+import pytest
+
+from prefed.core import Key
+from prefed.data import DataConfig, DataError, Message, SelectorConfig, Source, build_dataset
+from prefed.data.errors import ErrorCollector
+from prefed.data.prompts import read_prompts
+from prefed.data.sources import ReadCounts, read_records
+from prefed.data.sources.tracking import TrackedRow
+from prefed.runs.data_notices import data_notices, left_out_table
+from preferences import jsonl, pairs, tokenizer
+
+AB = {"chosen": "a", "rejected": "b"}
+ROLES = {"s": "system", "u": "user", "a": "assistant"}
+
+
+def turns(*lines):
+    """Messages from lines like ``u:Hi``."""
+    return tuple(Message(ROLES[line[0]], line[2:]) for line in lines)
+
+
+def chat(*lines):
+    return [{"role": turn.role, "content": turn.content} for turn in turns(*lines)]
+
+
+def sharegpt(*lines):
+    names = {"s": "system", "u": "human", "a": "gpt"}
+    return [{"from": names[line[0]], "value": line[2:]} for line in lines]
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(*rows, **settings):
+        path = str(jsonl(tmp_path / "rows.jsonl", rows))
+        return read_file(path, **settings)
+
+    return read
+
+
+def read_file(path, **settings):
+    config = DataConfig(train=str(path), partition={"by": "iid", "clients": 1}, **settings)
+    errors, counts = ErrorCollector(), ReadCounts()
+    assert isinstance(config.train, Source)
+    records = [record for record, _ in read_records(config.train, config, "train", None, errors, counts)]
+    errors.raise_if_any()
+    return records, counts
+
+
+TREE = {
+    "text": "Q",
+    "role": "prompter",
+    "replies": [
+        {"text": "b", "role": "assistant", "rank": 1, "replies": []},
+        {"text": "spam", "role": "assistant", "rank": 2, "deleted": True},
+        {
+            "text": "a",
+            "role": "assistant",
+            "rank": 0,
+            "replies": [{"text": "More?", "role": "prompter", "replies": []}],
+        },
+    ],
+}
+TASK = {
+    "id": 4,
+    "data": {"prompt": "Q", "answer1": "b", "answer2": "a"},
+    "annotations": [
+        {
+            "completed_by": 7,
+            "result": [{"type": "pairwise", "to_name": "answer1,answer2", "value": {"selected": "right"}}],
+        }
+    ],
+}
+ARGILLA = {
+    "id": "4",
+    "fields": {"prompt": "Q", "first": "b", "second": "a"},
+    "suggestions": {},
+    "responses": {"better": [{"value": "second", "user_id": "ann"}]},
+}
+
+LAYOUTS = {
+    # Layout: the row, and the prompt of the pair of "a" and "b" or of the thumb on "a" that it means.
+    "orca": ({"system": "S", "question": "Q", **AB}, turns("s:S", "u:Q")),
+    "orca without a system message": ({"system": "", "question": "Q", **AB}, turns("u:Q")),
+    "distilabel-orca": (
+        {"system": "S", "input": "Q", "labelling_prompt": chat("u:?"), **AB},
+        turns("s:S", "u:Q"),
+    ),
+    "alpaca": ({"instruction": "I", "input": "Q", **AB}, turns("u:I\nQ")),
+    "alpaca without input": ({"instruction": "I", "input": "", **AB}, turns("u:I")),
+    "alpaca with history": (
+        {"instruction": "I", "input": "Q", "system": "S", "history": [["1", "2"]], **AB},
+        turns("s:S", "u:1", "a:2", "u:I\nQ"),
+    ),
+    "sharegpt": (
+        {
+            "conversations": sharegpt("u:1", "a:2", "u:Q"),
+            "chosen": sharegpt("a:a")[0],
+            "rejected": sharegpt("a:b")[0],
+            "tools": "[]",
+        },
+        turns("u:1", "a:2", "u:Q"),
+    ),
+    "messages": ({"messages": chat("s:S", "u:Q"), **AB}, turns("s:S", "u:Q")),
+    "ultrainteract": ({"task": "Coding", "trajectory": sharegpt("u:Q"), **AB}, turns("u:Q")),
+    "axolotl": (
+        {"system": "S", "instruction": "Q", "chosen_response": "a", "rejected_response": "b"},
+        turns("s:S", "u:Q"),
+    ),
+    "ultrafeedback-binarized": (
+        {
+            "prompt": "Q",
+            "chosen": chat("u:Q", "a:a"),
+            "rejected": chat("u:Q", "a:b"),
+            "messages": chat("u:Q", "a:a"),
+            "question": "Q",
+        },
+        turns("u:Q"),
+    ),
+    "dialogues with a system column": (
+        {"system": "S", "chosen": chat("u:Q", "a:a"), "rejected": chat("u:Q", "a:b")},
+        turns("s:S", "u:Q"),
+    ),
+    "text": ({"prompt": "Q:", "images": [], "tools": None, **AB}, "Q:"),
+    "text with a system column": ({"system": "S", "prompt": "Q", **AB}, turns("s:S", "u:Q")),
+    "text with an empty system column": ({"system": None, "prompt": "Q", **AB}, turns("u:Q")),
+    "text that contains the system message": ({"system": "S", "prompt": "S\nQ:", **AB}, "S\nQ:"),
+    "messages with a system column": ({"system": "S", "prompt": chat("u:Q"), **AB}, turns("s:S", "u:Q")),
+    "messages that repeat the system message": (
+        {"system_prompt": "S", "prompt": chat("s:S", "u:Q"), **AB},
+        turns("s:S", "u:Q"),
+    ),
+    "openai": (
+        {
+            "input": {"messages": chat("u:Q"), "tools": []},
+            "preferred_output": chat("a:a"),
+            "non_preferred_output": chat("a:b"),
+        },
+        turns("u:Q"),
+    ),
+    "helpsteer2": (
+        {"prompt": "Q", "response_1": "b", "response_2": "a", "preference_strength": 3},
+        turns("u:Q"),
+    ),
+    "helpsteer2, first": (
+        {"prompt": "Q", "response_1": "a", "response_2": "b", "preference_strength": -1},
+        turns("u:Q"),
+    ),
+    "alpaca-farm": (
+        {"instruction": "I", "input": "", "output_1": "b", "output_2": "a", "preference": 2},
+        turns("u:I"),
+    ),
+    "nectar": (
+        {
+            "prompt": "\n\nHuman: Q\n\nAssistant: ",
+            "num_responses": 3,
+            "answers": [
+                {"answer": text, "rank": rank} for text, rank in (("c", 2.0), ("a", 1.0), ("b", 3.0))
+            ],
+        },
+        "\n\nHuman: Q\n\nAssistant: ",
+    ),
+    "distilabel": ({"instruction": "Q", "generations": ["b", "a"], "ratings": [1, 5]}, turns("u:Q")),
+    "oasst": ({"message_tree_id": "t", "prompt": TREE}, turns("u:Q")),
+    "label-studio": (TASK, "Q"),
+    "argilla": (ARGILLA, "Q"),
+    "kto": ({"system": "S", "question": "Q", "completion": "a", "label": True}, turns("s:S", "u:Q")),
+    "kto of llama-factory": (
+        {"instruction": "I", "input": "Q", "output": "a", "kto_tag": True},
+        turns("u:I\nQ"),
+    ),
+    "kto of llama-factory, sharegpt": ({"messages": chat("u:Q", "a:a"), "kto_tag": True}, turns("u:Q")),
+}
+
+
+@pytest.mark.parametrize(("row", "prompt"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_known_layout_has_its_prompt(read, row, prompt):
+    (record,), _ = read(row)
+    assert record.prompt == prompt
+    assert (record.chosen, record.rejected) == ("a", "b" if record.label is None else "")
+
+
+def test_annotators_are_clients(read):
+    assert [read(row)[0][0].client for row in (TASK, ARGILLA)] == ["7", "ann"]
+
+
+HUMAN = "\n\nHuman: Q\n\nAssistant: "
+HH = {"chosen": f"{HUMAN}a", "rejected": f"{HUMAN}b"}
+NUMBERED = {"output_1": "b", "output_2": "a"}
+ADVISED = {
+    # Name: the row, a column in the message, and the prompt if one follows the advice "columns = {…}".
+    "context": ({"question": "Q", "context": "C", "client": "ann", **AB}, "context", turns("u:Q\nC")),
+    "history": ({"prompt": "Q", "history": chat("u:1", "a:2"), **AB}, "history", turns("u:1", "a:2", "u:Q")),
+    "two prompts": ({"question": "Q", "query": "P", **AB}, "question", None),
+    "vote": ({"prompt": "Q", "winner": "output_2", **NUMBERED}, "winner", "Q"),
+    "vote by number": ({"query": "Q", "choice": 2, **NUMBERED}, "choice", turns("u:Q")),
+    "thumb": ({"question": "Q", "response": "a", "is_safe": True}, "is_safe", turns("u:Q")),
+    "thumb on a dialogue": ({"messages": chat("u:Q", "a:a"), "good": 1}, "good", turns("u:Q")),
+}
+
+
+@pytest.mark.parametrize(("row", "named", "prompt"), ADVISED.values(), ids=ADVISED)
+def test_what_an_error_advises_is_right_to_follow(read, row, named, prompt):
+    with pytest.raises(DataError, match=named) as error:
+        read(row)
+    found = re.search(r"columns = \{.*?\}", str(error.value))
+    assert found is not None
+    if prompt is None:
+        # The remaining one is named in turn.
+        with pytest.raises(DataError, match="query") as error:
+            read(row, **tomllib.loads(found[0]))
+        found, prompt = re.search(r"columns = \{.*?\}", str(error.value)), turns("u:Q\nP")
+    (record,), _ = read(row, **tomllib.loads(found[0]))
+    assert record.prompt == prompt
+    assert (record.chosen, record.client) == ("a", row.get("client"))
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": "Q", "images": ["a.png"], **AB}, "images"),
+        ({"prompt": "Q", "tools": '[{"name": "clock"}]', **AB}, "tools"),
+        ({"prompt": "Q", "reasoning_content": "Hm.", **AB}, "reasoning_content"),
+        (LAYOUTS["openai"][0] | {"input": {"messages": chat("u:Q"), "tools": [{}, {"a": 1}]}}, "input.tools"),
+        (LAYOUTS["helpsteer2"][0] | {"context": "C"}, "context"),
+        (HH | {"question": "P"}, "question"),
+        (HH | {"system": "S"}, "system"),
+        ({"chosen": chat("u:Q", "a:a"), "rejected": chat("u:Q", "a:b"), "history": chat("u:1")}, "history"),
+    ],
+)
+def test_what_no_setting_can_read_is_refused_unless_it_is_metadata(read, row, column):
+    with pytest.raises(DataError, match=rf"row 1: {column} ") as error:
+        read(row)
+    assert "columns = {" not in str(error.value)
+    (advice,) = re.findall(r"metadata = \[.*?\]", str(error.value))
+    (record,), counts = read(row, **tomllib.loads(advice))
+    assert (record.chosen.strip(), list(counts.unread)) == ("a", [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"frage": "Q", **AB}], "no common beginning, so this row has no prompt"),
+        ([{"prompt": "", **AB}, {"prompt": " ", **AB}], "the prompt of every row is empty"),
+        ([{"question": None, "system": "S", **AB}], "system is not read"),
+        ([{"messages": chat("u:Q", "a:a"), **AB}], "messages ends with a message of the assistant"),
+        ([{"system": "S", "prompt": f"{HUMAN}", **AB}], "prompt is a dialogue in one text"),
+        ([{"system": "S", "prompt": chat("s:T", "u:Q"), **AB}], "system differs from the system message"),
+        (
+            [{"system": "S", "chosen": chat("s:T", "u:Q", "a:a"), "rejected": chat("s:T", "u:Q", "a:b")}],
+            "system differs from the system message",
+        ),
+        (
+            [{"prompt": "Q", "system": "S", **AB}, {"prompt": "Q", **AB}],
+            "row 2: this row has no system column",
+        ),
+        ([LAYOUTS["helpsteer2"][0] | {"preference_strength": -4}], "from -3 to 3, not -4"),
+        ([LAYOUTS["alpaca-farm"][0] | {"preference": 0}], "preference is 0, which names neither output_1"),
+        ([LAYOUTS["alpaca-farm"][0] | {"preference": True}], "which names neither"),
+        ([TASK | {"data": {"prompt": "Q", "x": "a", "y": "b"}}], "name the fields of data like that"),
+        ([ARGILLA | {"fields": {"prompt": "Q", "x": "a"}}], "1 responses and 1 questions"),
+        ([{"message_id": 1, "parent_id": None, "text": "Q", "role": "prompter"}], "use the file of trees"),
+    ],
+)
+def test_a_prompt_that_is_lost_is_refused(read, rows, words):
+    with pytest.raises(DataError, match=words):
+        read(*rows)
+
+
+def test_an_empty_prompt_is_read_where_it_is_asked_for(read):
+    for settings in ({"columns": {"prompt": "prompt"}}, {"score": "whole"}):
+        (record,), _ = read({"prompt": "", **AB}, **settings)
+        assert record.prompt == ""
+    assert read(AB, score="whole")[0][0].chosen == "a"
+
+
+def test_a_tie_is_no_vote(read):
+    """Of the four, one names neither answer, and in one the strength is 0."""
+    votes = [{"prompt": "Q", "winner": winner, **NUMBERED} for winner in ("tie", None, "both_bad", "1")]
+    named = {"prompt": "prompt", "responses": list(NUMBERED), "preference": "winner"}
+    records, counts = read(*votes, columns=named)
+    assert ([record.chosen for record in records], counts.ties) == (["b"], 3)
+    with pytest.raises(ValueError, match="responses requires preference"):
+        read(votes[0], columns={"responses": list(NUMBERED)})
+
+
+@pytest.mark.parametrize(
+    ("row", "contradicts"),
+    [
+        ({"margin": -0.5}, True),
+        ({"margin": 0}, False),
+        ({"score_chosen": 2, "score_rejected": 3.5}, True),
+        ({"chosen-rating": 3, "rejected-rating": 3}, False),
+        ({"chosen_reward": -1.0, "rejected_reward": -2.0}, False),
+        ({"chosen_rating": 1, "rejected_length": 9, "chosen_length": 3}, False),
+    ],
+)
+def test_scores_that_contradict_the_choice_are_counted(read, row, contradicts):
+    _, counts = read({"prompt": "Q", **AB, **row})
+    assert counts.contradicted == contradicts
+
+
+ROW = {"source": "web", "id": 3, "empty": [None, ""], "nested": {"a": 1}}
+
+
+def test_columns_that_are_not_used_are_reported(tmp_path):
+    """The partition uses its column, a selector's template the post; the user names metadata."""
+    rows = [row | ROW | {"post": "P", "title": "T", "subreddit": "r"} for row in pairs(20, worker="ann")]
+    file = str(jsonl(tmp_path / "rows.jsonl", [row | {"margin": -1} for row in rows]))
+
+    def build(name, selector=None, **settings):
+        config = DataConfig(train=file, partition={"by": "column", "column": "worker"}, **settings)
+        return build_dataset(config, tokenizer(), Key(0), tmp_path / name, selector)
+
+    every = ["source", "id", "nested", "post", "title", "subreddit"]
+    dataset = build("every")
+    assert left_out_table(dataset)["unused_columns"] == every
+    notes, warnings = data_notices(dataset)
+    assert notes == [f"columns not used: {', '.join(every)}"]
+    assert "20 rows rate their rejected response higher" in warnings[0]
+    named = build("named", SelectorConfig(template="summary"), metadata=["source", "nested"])
+    assert named.findings.unread == ("id",)
+    assert build("row", metadata=every).findings.unread == ()
+    with pytest.raises(DataError, match="no row has the column 'sources'; did you mean 'source'"):
+        build("wrong", metadata=["sources"])
+
+
+def test_whoever_copies_a_row_reads_it():
+    row = TrackedRow({"a": 1, "b": {"c": 2, "d": 3}})
+    assert "a" in row
+    assert [path for path, _ in row.unread()] == ["a", "b"]
+    assert row.get("b", {})["c"] == 2
+    assert row.get("none") is None
+    assert [path for path, _ in row.unread()] == ["a", "b.d"]
+    assert {**row} == row
+    assert [path for path, _ in row.unread()] == ["b.d"]
+    for copy in (dict, json.dumps, lambda row: list(row.values())):
+        copy(other := TrackedRow({"a": 1, "b": {"c": 2}}))
+        assert list(other.unread()) == []
+
+
+PROMPTS = {
+    "question": ({"system": "S", "question": "Q"}, turns("s:S", "u:Q"), None),
+    "instruction": ({"instruction": "I", "input": "Q", "output": "a"}, turns("u:I\nQ"), "a"),
+    "system": ({"system": "S", "prompt": "Q", "response": "a"}, turns("s:S", "u:Q"), "a"),
+    "thumb up": ({"prompt": "Q", "completion": "a", "label": 1}, "Q", "a"),
+    "thumb down": ({"prompt": "Q", "completion": "a", "label": False}, "Q", None),
+    "safe-rlhf": (
+        {"prompt": "Q", "response_0": "b", "response_1": "a", "better_response_id": 1},
+        turns("u:Q"),
+        "a",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "prompt", "response"), PROMPTS.values(), ids=PROMPTS)
+def test_prompts_without_preferences_have_the_same_layouts(tmp_path, row, prompt, response):
+    (found,) = (row for row, _ in read_prompts(Source(path=str(jsonl(tmp_path / "rows.jsonl", [row])))))
+    assert (found.prompt, found.response) == (prompt, response)
+
+
+@pytest.mark.parametrize("row", [{"prompt": "Q", "context": "C"}, {"question": "Q", "images": ["a.png"]}])
+def test_prompts_without_a_part_are_refused(tmp_path, row):
+    source = Source(path=str(jsonl(tmp_path / "rows.jsonl", [row])))
+    with pytest.raises(DataError, match=r"(context is not read|images changes).*--prompt-column NAME"):
+        list(read_prompts(source, naming="--prompt-column NAME"))
+
+
+def test_the_shared_cases(shared_cases):
+    """The right values as the folder's README has them."""
+    folder = shared_cases / "data"
+    asked = {
+        "question": turns("s:You are terse.", "u:Q0?"),
+        "instruction_input": turns("u:Q0\nctx"),
+        "system_column": turns("s:You are terse.", "u:Q0?"),
+        "strength_of_preference": turns("u:Name a fruit."),
+    }
+    read = {name: read_file(folder / f"{name}.jsonl") for name in asked}
+    for name, (records, counts) in read.items():
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        assert records[0].prompt == asked[name]
+        assert (len(records), list(counts.unread)) == (len(rows), [])
+        for record, row in zip(records, rows, strict=True):
+            names = ("response_1", "response_2") if "preference_strength" in row else ("chosen", "rejected")
+            texts = [row[name] for name in names][:: -1 if row.get("preference_strength", 0) > 0 else 1]
+            assert [record.chosen, record.rejected] == texts
+    with pytest.raises(DataError, match="images changes what a model sees") as error:
+        read_file(folder / "system_images_tools.jsonl")
+    assert "row 6: tools changes what a model sees" in str(error.value)
