@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from importlib import import_module
 
 import pytest
@@ -572,14 +573,75 @@ def test_a_strangers_run_executes_nothing(place_of_trap, file, tmp_path, strange
     assert mark.exists()
 
 
+LOOKING = (
+    "data {file}",
+    "run {file} --dry-run",
+    "run {file} --dry-run --device cuda:80GB",
+    "privacy {file} --clients 4",
+    "doctor {file}",
+)
+
+
+@pytest.mark.parametrize("setting", ["method.name", "method.objective", "merge.rule", "data.format"])
+def test_looking_at_a_file_executes_nothing_and_remembers_nothing(setting, parts, tmp_path, stranger):
+    """The file is somebody else's. Its code is named with its digest; a run that cannot load it does not
+    allow it, and one that can does, so that from then on it is loaded."""
+    mark, trap = tmp_path / "executed", tmp_path / "evil.py"
+    good = {"method.name": METHOD, "method.objective": LOSS, "merge.rule": RULE, "data.format": FORMAT}
+    trap.write_text(TRAP.format(str(mark)) + "1 / 0\n")
+    parts()
+    table, _, key = setting.partition(".")
+    tree = tomllib.loads((tmp_path / "experiment.toml").read_text())
+    tree.setdefault(table, {})[key] = "./evil.py"
+    (tmp_path / "theirs.toml").write_text(tomli_w.dumps(tree))
+
+    def look(words):
+        shown = CliRunner().invoke(app, words.format(file=tmp_path / "theirs.toml").split())
+        return shown.exit_code, " ".join(shown.output.split())
+
+    for content in (trap.read_text(), TRAP.format(str(mark)) + good[setting]):
+        trap.write_text(content)
+        digest = plugins._find(str(trap)).digest
+        for words in LOOKING:
+            code, output = look(words)
+            assert code, words
+            assert "evil.py is code from outside prefed that you have not used on this machine" in output
+            assert digest in output
+            assert not mark.exists(), words
+    if setting == "data.format":
+        return  # it reads other columns: tested above
+    trap.write_text(TRAP.format(str(mark)) + "1 / 0\n")
+    assert look(f"run {{file}} --out {tmp_path / 'failed'}")[0]
+    assert mark.exists()
+    mark.unlink()
+    assert look("data {file}")[0]
+    assert not mark.exists()
+    trap.write_text(good[setting])
+    code, output = look(f"run {{file}} --out {tmp_path / 'run'}")
+    assert not code, output
+    stranger("state")
+    code, output = look("data {file}")
+    assert not code, output
+
+
+def test_init_allows_code_of_any_kind_that_loads(tmp_path, monkeypatch):
+    """A run of somebody else's may name an objective. What cannot be loaded is not allowed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loss.py").write_text(LOSS)
+    (tmp_path / "broken.py").write_text(LOSS + "1 / 0\n")
+    assert "loss.py is allowed on this machine" in prefed_("init", "./loss.py")
+    assert "ZeroDivisionError" in prefed_("init", "./broken.py", code=2)
+    assert [*plugins._remembered()] == [str(tmp_path / "loss.py")]
+
+
 def test_a_known_digest_chooses_the_users_own_file(file, tmp_path, stranger):
     """A run that was moved is read with the user's copy of the code, wherever the record says that it is."""
     run(Experiment.load(file), tmp_path / "run")
     stranger("laptop")
     (tmp_path / "lg.py").rename(tmp_path / "copy.py")
-    with pytest.raises(RunError, match=r"name it yourself once: prefed init \./FILE.py"):
+    with pytest.raises(RunError, match=r"`prefed init \./FILE.py` loads and allows it"):
         load_run(tmp_path / "run")
-    plugins.allow(str(tmp_path / "copy.py"))
+    prefed_("init", str(tmp_path / "copy.py"), "--out", tmp_path / "copy.toml")
     assert load_run(tmp_path / "run").method.name == "lgfedavg"
 
 
@@ -591,7 +653,7 @@ def test_an_installed_package_that_a_strangers_run_names_is_not_imported(file, p
     with pytest.raises(RunError, match="that you have not used on this machine"):
         load_run(tmp_path / "run")
     assert "lgpack" not in sys.modules
-    plugins.allow("lgpack.method:METHOD")
+    prefed_("init", "lgpack.method:METHOD", "--out", tmp_path / "copy.toml")
     assert load_run(tmp_path / "run").method.name == "lgfedavg"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -179,12 +180,13 @@ def allow_code(
     """Allow the code that nested tables name; see :mod:`prefed.core.plugins`.
 
     Args:
-        where: the file of the tables. A ``config.toml`` may be somebody else's run.
+        where: the file of the tables, which may be somebody else's: a ``config.toml``, or any file that the
+            user only looks at, allows only code that the user has run before.
 
     Raises:
         ConfigError: there is no such code, or it may not be loaded.
     """
-    if where is not None and where.name == "config.toml":
+    if where is not None and (where.name == "config.toml" or plugins.is_looking()):
         allow = partial(plugins.allow_recorded, where=str(where))
     try:
         for name in {table[key] for table, key, _ in code_names(tables) if plugins.is_code(table[key])}:
@@ -193,16 +195,36 @@ def allow_code(
         raise ConfigError(str(error)) from error
 
 
+def remember_code(tables: Mapping[str, Any]) -> None:
+    """Remember the loaded code that nested tables name; see :func:`prefed.core.plugins.remember`."""
+    for table, key, _ in code_names(tables):
+        plugins.remember(table[key])
+
+
 def code_of(tables: Mapping[str, Any]) -> dict[str, plugins.Code]:
     """Return name → code of each object from outside prefed that nested tables name."""
+    # A tracker does not affect results.
+    named = {(table[key], kind) for table, key, kind in code_names(tables) if kind != "trackers"}
+    registries = _registries()
+    found = {name: registries[kind].code(name) for name, kind in sorted(named)}
+    return {name: code for name, code in found.items() if code is not None}
+
+
+def kind_of(name: str) -> str:
+    """Load allowed code and return the kind of its object, or an empty text if it defines none."""
+    from prefed.trackers.tools import TRACKERS
+
+    for registry in {**_registries(), TRACKERS.kind: TRACKERS}.values():
+        with suppress(plugins.PluginError, KeyError):
+            return registry.kind if registry[name] else ""
+    return ""
+
+
+def _registries() -> dict[str, plugins.Registry[Any]]:
     from prefed.data.sources.formats import FORMATS
     from prefed.train.metrics.pairs import METRICS
 
-    registries = {**plugins.REGISTRIES, FORMATS.kind: FORMATS, METRICS.kind: METRICS}
-    # A tracker does not affect results.
-    named = {(table[key], kind) for table, key, kind in code_names(tables) if kind != "trackers"}
-    found = {name: registries[kind].code(name) for name, kind in sorted(named)}
-    return {name: code for name, code in found.items() if code is not None}
+    return {**plugins.REGISTRIES, FORMATS.kind: FORMATS, METRICS.kind: METRICS}
 
 
 def _put(tables: dict[str, Any], keys: tuple[str, ...], patch: dict[str, Any], override: str) -> None:

@@ -2,7 +2,8 @@
 
 A name is looked up among the built-in objects, then among installed entry points. ``PACKAGE.MODULE:OBJECT``
 and ``./FILE.py[:OBJECT]`` name code directly. Such code is loaded only after :func:`allow`, which is called
-for what the user wrote, or after :func:`allow_recorded`, which is called for what a run directory says.
+for what the user wants to run, or after :func:`allow_recorded`, which is called for what the user only looks
+at: a run directory, or any file within :func:`looking`. :func:`remember` records which code was run.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def file_of(name: str) -> tuple[str, str]:
 
 _allowed: dict[str, Code] = {}
 _only: ContextVar[Collection[str] | None] = ContextVar("only", default=None)
-_where: ContextVar[str | None] = ContextVar("where", default=None)
+_looking: ContextVar[bool] = ContextVar("looking", default=False)
 
 
 @contextmanager
@@ -104,46 +105,55 @@ def only(names: Collection[str]) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged(where: str) -> Iterator[None]:
-    """Within this context, :func:`allow` is :func:`allow_recorded`: code must have been used before."""
-    token = _where.set(where)
+def looking() -> Iterator[None]:
+    """Within this context, files that name code do not allow it: it must have been run before."""
+    token = _looking.set(True)
     try:
         yield
     finally:
-        _where.reset(token)
+        _looking.reset(token)
 
 
-def allow(name: str, *, remember: bool = True) -> None:
-    """Allow code that the user named.
+def is_looking() -> bool:
+    """Whether this is within :func:`looking`."""
+    return _looking.get()
 
-    Args:
-        remember: allow this version also for run directories that name it, now and later.
+
+def allow(name: str) -> None:
+    """Allow code in this process. Nothing is loaded.
 
     Raises:
         PluginError: there is no such file or package.
     """
-    if (where := _where.get()) is not None:
-        allow_recorded(name, where)
-        return
-    code = _allowed[name] = _find(name)
-    if remember and code.digest not in _remembered().get(code.place, ()):
+    _allowed[name] = _find(name)
+
+
+def remember(name: str) -> None:
+    """Allow this version of code also for what the user looks at, now and later, if it has been loaded.
+
+    Args:
+        name: a name after :func:`allow`; others are ignored.
+    """
+    code = _allowed.get(name)
+    loaded = code and any((name, code.digest) in registry._loaded for registry in REGISTRIES.values())
+    if code and loaded and code.digest not in _remembered().get(code.place, ()):
         with suppress(OSError):
             files.private_folder(_list().parent)
             files.append(_list(), f"{code.digest} {code.place}\n".encode(), mode=0o600)
 
 
 def allow_recorded(name: str, where: str, digest: str | None = None) -> None:
-    """Allow code that a run directory names, if the user has named the same code before.
+    """Allow code that a run directory or a file names, if the user has run the same code before.
 
-    Whoever wrote the directory chooses neither what is loaded nor from where: a file may have moved, or the
-    path may be a trap.
+    Whoever wrote it chooses neither what is loaded nor from where: a file may have moved, or the path may be
+    a trap.
 
     Args:
-        where: the run directory, for messages.
+        where: the run directory or the file, for messages.
         digest: the digest in the record of the run; ``None`` for the present one.
 
     Raises:
-        PluginError: the user has not named it, or it changed since the run.
+        PluginError: the user has not run it, or it changed since the run.
     """
     path, rest = file_of(name)
     digest = digest or _find(name).digest
@@ -159,8 +169,8 @@ def allow_recorded(name: str, where: str, digest: str | None = None) -> None:
         raise PluginError(f"{where}: {places[0]} changed since the run; restore it (SHA-256 {digest})")
     raise PluginError(
         f"{where}: {name} is code from outside prefed that you have not used on this machine, or not this "
-        f"version of it (SHA-256 {digest}); it is not loaded. If you trust it, name it yourself once: "
-        f"prefed init {f'./FILE.py{rest}' if path else name}"
+        f"version of it (SHA-256 {digest}); it is not loaded. If you trust it, `prefed init "
+        f"{f'./FILE.py{rest}' if path else name}` loads and allows it, and so does `prefed run`"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -366,7 +365,7 @@ def parent_experiment(tables: dict[str, Any], digests: Mapping[str, str]) -> Exp
     Raises:
         ConfigError: the code is not the same here.
     """
-    allow_code(tables, allow=partial(plugins.allow, remember=False))
+    allow_code(tables)
     experiment = Experiment.from_tables(tables, "the run's experiment")
     if sorted(code_digests(experiment).values()) != sorted(digests.values()):
         raise ConfigError(f"not the same version as where the run started: {', '.join(digests)}")

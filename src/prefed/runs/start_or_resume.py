@@ -20,7 +20,7 @@ import tomli_w
 import torch
 
 from prefed.config import ConfigError, Experiment, to_toml
-from prefed.config.file import code_names, code_of
+from prefed.config.file import code_names, code_of, remember_code
 from prefed.core import Callback, Callbacks, files
 from prefed.core.strict_settings import differing, flatten
 from prefed.core.text import pluralize
@@ -361,7 +361,7 @@ def absent_code(
 
 
 def commit_start(experiment: Experiment, job: Job, writer: RunWriter, digests: Mapping[str, str]) -> None:
-    """Commit round 0, or continue a run with the same digests.
+    """Commit round 0, or continue a run with the same digests. The user may look at its code from here on.
 
     Args:
         digests: those of :func:`digests_of`, and any others that must not change.
@@ -369,6 +369,7 @@ def commit_start(experiment: Experiment, job: Job, writer: RunWriter, digests: M
     Raises:
         StoreError: the run in the directory has other digests.
     """
+    remember_code(experiment.tables())
     server = encode(job.method.init_server(job.trainers.initial))
     writer.begin(server, digests, settings_digest(experiment.tables()))
     update_config(experiment, writer)

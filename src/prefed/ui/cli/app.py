@@ -30,6 +30,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_TRAINING = (run, sweep, demo, peer, federate)
+"""Commands that run the code that an experiment file names. All others only look at it."""
+
 for _command in (
     run,
     align,
@@ -55,7 +58,8 @@ for _command in (
     site,
     federate,
 ):
-    app.command()(ends_at_once(command(_command)) if _command is peer else command(_command))
+    _wrapped = command(_command, trains=_command in _TRAINING)
+    app.command()(ends_at_once(_wrapped) if _command is peer else _wrapped)
 
 
 @app.callback(invoke_without_command=True)
@@ -80,6 +84,7 @@ def _options(
 def main() -> None:
     """The ``prefed`` command."""
     from prefed.core.openmp import openmp_settings
+    from prefed.core.proxies import direct_here
 
-    os.environ.update(openmp_settings())
+    os.environ.update({**openmp_settings(), **direct_here()})
     app()

@@ -86,12 +86,10 @@ def _of_file(
         yield from site_needs(config)
         return
     from prefed.config.experiment_table import load_cell
-    from prefed.core import plugins
     from prefed.networks.federation.experiment import load_federated
 
     load = load_cell if hub is None else load_federated
-    with plugins.unchanged(str(file)):  # this command checks; it is often the first one with a file
-        experiment = load(file, cell, overrides)
+    experiment = load(file, cell, overrides)
     from prefed.runs.environment import environment, needs
     from prefed.runs.run import default_out
 

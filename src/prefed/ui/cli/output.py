@@ -56,20 +56,26 @@ def set_volume(quiet: bool, verbose: bool) -> None:
     _volume = Volume.QUIET if quiet else Volume.VERBOSE if verbose else Volume.USUAL
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: add ``-q``, ``-v`` and ``--log``, and handle errors with :func:`user_errors`."""
+def command(function: Callable[..., None], *, trains: bool = True) -> Callable[..., None]:
+    """Wrap a command: add ``-q``, ``-v`` and ``--log``, and handle errors with :func:`user_errors`.
+
+    Args:
+        trains: whether code that an experiment file names may run; see :func:`prefed.core.plugins.looking`.
+    """
 
     @wraps(function)
     def run(
         *args: Any, quiet: bool = False, verbose: bool = False, log: LogFormat | None = None, **kwargs: Any
     ) -> None:
+        from prefed.core.plugins import looking
+
         if log:
             set_log_format(log)
         try:
             with user_errors():
                 if quiet or verbose:
                     set_volume(quiet, verbose)
-                with _library_log():
+                with _library_log(), nullcontext() if trains else looking():
                     function(*args, **kwargs)
         except Exception as error:
             if isinstance(error, typer.Exit) or not in_json():

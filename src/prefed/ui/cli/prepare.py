@@ -27,6 +27,7 @@ def init(
 ) -> None:
     """Write a commented experiment file for a method, or a small example."""
     from prefed.config import method_kind
+    from prefed.config.file import kind_of
     from prefed.config.new_file import (
         MODEL,
         example_file,
@@ -36,12 +37,17 @@ def init(
         starting_file,
     )
     from prefed.core import files
-    from prefed.core.plugins import allow, is_code
+    from prefed.core.plugins import allow, is_code, remember
 
     with usage():
         if is_code(method):
             allow(method)
+            if (found := kind_of(method)) and found != "methods":
+                remember(method)
+                typer.echo(f"{method} is allowed on this machine. It has no method, so no file was written")
+                return
         kind = method_kind(method)
+        remember(method)
     path = out or Path(f"{kind.name}.toml")
     pairs = path.with_name("pairs.jsonl")
     width = model_width(model) if model else None

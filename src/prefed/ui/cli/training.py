@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -74,7 +75,12 @@ def run(
     without = ("out", "resume", "auto_resume", "as_json")
     words = ["prefed", "run", str(file), *given_words(context, without)]
     again = "--auto-resume" if auto_resume else "--resume"
-    with interruptible(words, out, resume or auto_resume, again=(again,)) as paths:
+    from prefed.core.plugins import looking
+
+    with (
+        interruptible(words, out, resume or auto_resume, again=(again,)) as paths,
+        looking() if dry_run else nullcontext(),
+    ):
         from prefed.config.experiment_table import load_cell
 
         # Report errors in the file before the slow import of PyTorch.
