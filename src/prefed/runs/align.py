@@ -25,6 +25,7 @@ from prefed.align.tastes import check_told
 from prefed.config import AlignConfig, Experiment
 from prefed.config.align import JudgeConfig, align_settings
 from prefed.core import Callback, Callbacks, files
+from prefed.core.proxies import through
 from prefed.core.text import did_you_mean, listed, pluralize
 from prefed.data import DataConfig
 from prefed.engines import Job
@@ -121,11 +122,16 @@ def check_judge(config: AlignConfig) -> None:
 
 def what_is_sent(config: AlignConfig) -> Iterator[str]:
     """Describe what an alignment sends to servers."""
-    servers = _servers(config)
+    servers = {name: _route(url) for name, url in _servers(config).items()}
     if url := servers.get("align.endpoint.url"):
         yield f"the server's prompts are sent to {url}, which generates the completions"
     if url := servers.get("align.judge.url"):
         yield f"prompts and completions are sent to {url}, which judges them"
+
+
+def _route(url: str) -> str:
+    proxy = through(url)
+    return f"{url}, through the proxy {proxy}" if proxy else url
 
 
 def _servers(config: AlignConfig) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import time
@@ -18,6 +19,7 @@ from packaging.requirements import Requirement
 import prefed
 from prefed.config import Experiment
 from prefed.core import files
+from prefed.core.proxies import proxies
 from prefed.core.strict_settings import flatten
 from prefed.core.text import is_ours, one_line, pluralize, size
 from prefed.data.errors import require as require_for_data
@@ -83,6 +85,7 @@ def environment(out: Path, newest: Iterable[Path] = ()) -> Iterator[Finding]:
     present = ", ".join(name for name in named if here[name])
     yield Finding("extras", (present or "none") + (absent and f"; not installed: {absent}"))
     yield Finding("devices", _devices())
+    yield Finding("proxy", _proxy())
     yield checked("disk", lambda: f"{size(shutil.disk_usage(existing_parent(out)).free)} free for {out}")
     yield _clock((Path(prefed.__file__), *newest))
 
@@ -156,6 +159,13 @@ def _devices() -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(number) for number in range(count)]
     return ", ".join([found, *(names or ["no GPU"])])
+
+
+def _proxy() -> str:
+    if not (named := [f"{scheme}: {url}" for scheme, url in proxies().items()]):
+        return "none"
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "none"
+    return f"{', '.join(named)}; asked directly: this machine, and NO_PROXY = {direct}"
 
 
 def _clock(paths: Iterable[Path]) -> Finding:

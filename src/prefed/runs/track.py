@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 from prefed.config import TrackConfig
 from prefed.core import Callback, Callbacks
+from prefed.core.proxies import direct_here
 from prefed.core.records import RoundRecord, Summary
 from prefed.runs.finished_run import read_config
 from prefed.store import RunReader
@@ -63,6 +65,7 @@ def tracked(
         callback: receives all events, and a warning if a tracker fails.
         page: renders the page of a run directory.
     """
+    os.environ.update(direct_here())
     tracking = _tracking(kinds, config, path, callback.on_warning)
     with _closing(tracking):
         yield Callbacks([callback, tracking])

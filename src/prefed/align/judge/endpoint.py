@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 from prefed.align.judge.questions import JudgeError, Question, Verdict, get_template
 from prefed.config.align import OPENAI_KEY, URL, EndpointConfig, JudgeOptions
+from prefed.core.proxies import is_here
 from prefed.core.text import printable
 from prefed.data import Prompt, Template
 from prefed.train.generation import Sampling
@@ -102,7 +102,9 @@ class Endpoint:
         hooks: dict[str, list[Callable[..., Any]]] = {"response": [self._read]}
         if not _is_openai(parts.scheme, parts.hostname):
             hooks["request"] = [self._forget_openai]
-        http = DefaultHttpxClient(event_hooks=hooks, follow_redirects=False)
+        # httpx would send what is for this machine to the proxy of the environment, too.
+        direct = {"http://": None, "https://": None} if is_here(parts.hostname) else None
+        http = DefaultHttpxClient(event_hooks=hooks, follow_redirects=False, mounts=direct)
         # The package requires a key. A compressed answer could be of any size.
         self._client = OpenAI(
             api_key=key or "none",
@@ -302,12 +304,7 @@ def openai_or_here(url: str) -> bool:
     """
     parts = urlsplit(url)
     host = parts.hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return _is_openai(parts.scheme, host)
+    return is_here(host) or _is_openai(parts.scheme, host)
 
 
 def _is_openai(scheme: str, host: str) -> bool:
