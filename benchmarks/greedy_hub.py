@@ -27,7 +27,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from attacked import HEAD, free_port, logged, print_row
+from attacked import HEAD, PATIENCE, free_port, logged, print_row
 from membership import score
 
 from prefed.config import Experiment, to_toml
@@ -123,8 +123,7 @@ class Place:
 
     def __enter__(self) -> Place:
         self.transport = FlareTransport(Kits.open(self.kits / "hub")).__enter__()
-        end = time.monotonic() + 120
-        while len(self.transport.connected()) < len(SITES) and time.monotonic() < end:
+        while len(self.transport.connected()) < len(SITES):
             time.sleep(0.5)
         return self
 
@@ -132,7 +131,7 @@ class Place:
         self.transport.__exit__()
         for process in self.sites.values():
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.wait()
 
     def begin(self, name: str) -> subprocess.Popen[bytes]:
         """Start a site."""
@@ -186,7 +185,7 @@ class Asked:
                 **changes,
             }
         )
-        self.sites = Sites(place.transport, "wards", self.run, 120.0)
+        self.sites = Sites(place.transport, "wards", self.run, PATIENCE)
         self.clients = self.sites.join(site, experiment_for_sites(self.experiment)).clients
         sizes = {client: ClientSizes(*counts) for client, counts in self.clients.items()}
         dataset = FederatedDataset.without_pairs(dict(sorted(sizes.items())))
@@ -201,12 +200,12 @@ class Asked:
         """A site's answer to a visit, from another model if there are changes."""
         sent = self.job.method.exchanges[0].send(self.server, client, self.job.round(number))
         task = Task("visit", client, number, "train", encode(changed(sent, **changes)), asked)
-        return self.sites.do(self.site, task, receipt, 120.0)
+        return self.sites.do(self.site, task, receipt, PATIENCE)
 
     def evaluate(self, client: str) -> tuple[dict[str, Any], dict[str, float]]:
         """A client's metrics of the first model."""
         sent = changed(self.job.method.publish(self.server, client), MOVED)
-        header, body = self.sites.do(self.site, Task("evaluate", client, 1, "", encode(sent)), None, 120.0)
+        header, body = self.sites.do(self.site, Task("evaluate", client, 1, "", encode(sent)), None, PATIENCE)
         return header, json.loads(body or b"{}")
 
     def kept(self, client: str = "") -> list[Path]:
@@ -284,9 +283,9 @@ def disk(place: Place) -> Iterator[Row]:
     counts = []
     for add in (0.0, 0.1, 0.2):
         body = encode(changed(honest.job.method.publish(honest.server, CLIENTS[0]), add))
-        honest.sites.publish("open", 10, dict.fromkeys(CLIENTS, None), body, 60.0)
+        honest.sites.publish("open", 10, dict.fromkeys(CLIENTS, None), body, PATIENCE)
         counts.append(len(list(folder.glob("*.safetensors"))))
-    honest.sites.publish("open", 10, dict.fromkeys(CLIENTS, None), sent, 60.0)
+    honest.sites.publish("open", 10, dict.fromkeys(CLIENTS, None), sent, PATIENCE)
     yield (
         "the hub sends 3 models of the end to the same clients",
         f"{counts[-1]} is kept",
@@ -514,7 +513,7 @@ def bait(place: Place) -> Iterator[Row]:
     common = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": secrets.token_hex(8)}
 
     def ask(**header: Any) -> dict[str, Any]:
-        return unpack(place.transport.call("open", pack(**common, **header), 120, 1 << 24))[0]
+        return unpack(place.transport.call("open", pack(**common, **header), PATIENCE, 1 << 24))[0]
 
     clients = ask(kind="join", experiment=to_toml(asked))["clients"]
     told = ask(kind="start", members=sorted(clients), unseen=[])["fingerprint"]["model"]

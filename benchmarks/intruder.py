@@ -49,8 +49,8 @@ from nvflare.private.fed.utils.fed_utils import fobs_initialize
 from prefed.core import files
 
 HUB = "server"
-SECONDS = 5.0
-"""For an answer, and for a connection."""
+SECONDS = 20.0
+"""For an answer, and for a connection. Who is refused waits that long."""
 TAKEN_OVER = """
 import sys
 if "server.server_train" in " ".join(sys.orig_argv):

@@ -2,11 +2,12 @@
 
     python benchmarks/strangers.py
 
-Three tables: what was tried, what came of it, what came of the same from who may (or without what stops it),
+Four tables: what was tried, what came of it, what came of the same from who may (or without what stops it),
 and the line that a log has. First, a hub and two sites, of which south is patched by its owner: it sends what
 it likes. Then a hub that was taken over (``greedy_hub.py``). Then attacks on FLARE's own channels
-(``attacked.py``), each seen to work at a second hub and site that run without prefed's checks. The model has
-two small blocks and is made here.
+(``attacked.py``), each seen to work at a second hub and site that run without prefed's checks; last, members
+that would end everybody's session (``members.py``), likewise. The model has two small blocks and is made
+here.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attacked import HEAD, agreements, channels, connects, free_port, logged
+from attacked import HEAD, PATIENCE, agreements, channels, connects, free_port, logged
 from attacked import print_row as tell
 from greedy_hub import asked
+from members import ends
 
 from prefed import Experiment
 from prefed.core import Callback, Key
@@ -66,7 +68,7 @@ if "client.worker_process" in " ".join(sys.orig_argv):
             if b"steal" not in request:
                 return super().exchange(request)
             (north,) = [proxy for proxy in collab.clients if proxy.name == "north"]
-            return north(timeout=20).exchange(request=request.removeprefix(b"steal"))
+            return north(timeout=60).exchange(request=request.removeprefix(b"steal"))
 
     apps.SiteRelay = Patched
 """
@@ -215,7 +217,7 @@ def frames(place: Place, transport: FlareTransport) -> None:
             f"localhost:{place.port}", grpc.ssl_channel_credentials(root, key, own), most
         ) as channel:
             try:
-                next(StreamerStub(channel).Stream(iter([Frame(seq=1, data=bytes(size))]), timeout=20))
+                next(StreamerStub(channel).Stream(iter([Frame(seq=1, data=bytes(size))]), timeout=120))
                 came.append("answered")
             except StopIteration:
                 came.append("taken in")
@@ -236,7 +238,7 @@ def without_role(place: Place, transport: FlareTransport) -> None:
     came = []
     for name, folder in (("south", admin), (user, admin), (user, place.kits / "hub/admin")):
         try:
-            session = new_secure_session(name, str(folder), timeout=10.0, auto_login_max_tries=1)
+            session = new_secure_session(name, str(folder), timeout=60.0, auto_login_max_tries=1)
             came.append(f"let in: {session.get_system_info().server_info}"[:60])
             session.close()
         except Exception as error:
@@ -270,11 +272,11 @@ def commands(place: Place, transport: FlareTransport) -> None:
         json.dumps({"comm_driver_path": str(place.kits)})
     )
     (place.folder / "settings/app/config/evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
-    transport.call("north", pack(kind="hello", format=FORMAT, prefed=VERSION), 60, 1 << 24)
-    what = outcome_of(transport, place.folder / "settings", wait=30)
+    transport.call("north", pack(kind="hello", format=FORMAT, prefed=VERSION), PATIENCE, 1 << 24)
+    what = outcome_of(transport, place.folder / "settings")
     ran = "IT RAN" if mark.exists() else "nothing ran"
     write_job(place.folder / "plain", SITES, 30)
-    plain = f"prefed's own: {outcome_of(transport, place.folder / 'plain', wait=30)}"
+    plain = f"prefed's own: {outcome_of(transport, place.folder / 'plain')}"
     tell("a job with settings that name code", f"{what}; {ran}", plain, place.line("audit.log", "submit_job"))
     launcher = "nvflare.app_common.launchers.subprocess_launcher.SubprocessLauncher"
     for job, path, args in (
@@ -292,19 +294,19 @@ def commands(place: Place, transport: FlareTransport) -> None:
         tell(f"a job with foreign {job}", f"{what}; {ran}", plain, place.line("log.txt", words))
 
 
-def outcome_of(transport: FlareTransport, job: Path, wait: float = 90.0) -> str:
-    """The status of a job after so many seconds, or once it has ended."""
+def outcome_of(transport: FlareTransport, job: Path) -> str:
+    """The status of a job once it has ended, or has been running for 30 s."""
     with transport._asking:
         session = transport._admin_session()
         try:
             name = session.submit_job(str(job))
         except Exception as error:
             return f"refused: {error}"
-        end = time.monotonic() + wait
-        status = ""
-        while time.monotonic() < end and not status.startswith("FINISHED"):
+        status, ran = "", 0
+        while not status.startswith(("FINISHED", "FAILED")) and ran < 30:
             time.sleep(1)
             status = session.get_job_meta(name)["status"]
+            ran += status == "RUNNING"
         session.abort_job(name)
         return str(status)
 
@@ -313,7 +315,7 @@ def requests(place: Place, transport: FlareTransport, run: str) -> None:
     """What comes to north: from the hub, or from south."""
 
     def came(request: bytes) -> str:
-        header, body = unpack(transport.call("north", request, 60, 1 << 24))
+        header, body = unpack(transport.call("north", request, PATIENCE, 1 << 24))
         return str(header.get("refused") or f"answered, {len(body):,} bytes")
 
     def hello(length: int) -> bytes:
@@ -349,7 +351,7 @@ def requests(place: Place, transport: FlareTransport, run: str) -> None:
         what = f"{type(error).__name__} after {time.monotonic() - begun:.0f} s: {error}"
     tell(f"a request of {length:,} bytes", what, within, place.line("log.txt", "exceeds configured limit"))
     try:
-        header, body = unpack(transport.call("south", b"steal" + last, 60, 1 << 24))
+        header, body = unpack(transport.call("south", b"steal" + last, 300, 1 << 24))
         what = f"LET IN: {header}, {len(body):,} bytes" if body else f"nothing: {header}"
     except UnreachableError as error:
         what = f"no answer: {str(error)[:80]}"
@@ -361,7 +363,7 @@ def requests(place: Place, transport: FlareTransport, run: str) -> None:
     )
     header = next(unpack(r)[0] for r in place.requests if unpack(r)[0].get("kind") == "join")
     for who, what, allowed in agreements(
-        header, lambda request: transport.call("north", request, 60, 1 << 24)
+        header, lambda request: transport.call("north", request, PATIENCE, 1 << 24)
     ):
         tell(who, what, allowed, place.log("north", what[:40]))
 
@@ -381,7 +383,9 @@ def uploads(place: Place, transport: FlareTransport) -> str:
     place.forge = forge
     experiment = Experiment.model_validate({**EXPERIMENT, "model": place.model()})
     out = place.folder / "run"
-    summary = federate(experiment, out, transport, Terms("wards", SITES), callbacks=[Warnings()])
+    summary = federate(
+        experiment, out, transport, Terms("wards", SITES, visit=PATIENCE), callbacks=[Warnings()]
+    )
     names = ("an old upload, sent again", "a malformed answer", "a longer upload", "a much longer answer")
     records = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     for who, record in zip(names, records[1:5], strict=True):
@@ -425,7 +429,7 @@ def claims(place: Place, transport: FlareTransport) -> None:
         )
         out = place.folder / name
         try:
-            federate(experiment, out, transport, Terms("wards", SITES), tell=shown.append)
+            federate(experiment, out, transport, Terms("wards", SITES, visit=PATIENCE), tell=shown.append)
         except FederationError as error:
             return f"the hub ends: {error}", b""
         finally:
@@ -461,11 +465,11 @@ def too_long(place: Place, transport: FlareTransport) -> None:
     place.forge = lambda header, answer: bytes((HUB_MB + 4) << 20)
     begun = time.monotonic()
     try:
-        what = f"LET IN: {len(transport.call('south', pack(kind='hello'), 300, 1 << 24)):,} bytes"
+        what = f"LET IN: {len(transport.call('south', pack(kind='hello'), PATIENCE, 1 << 24)):,} bytes"
     except (LongAnswerError, UnreachableError) as error:
         what = f"after {time.monotonic() - begun:.0f} s: {error}"
     place.forge = lambda header, answer: bytes((HUB_MB - 1) << 20)
-    shorter = f"one within: {len(transport.call('south', pack(kind='hello'), 300, 1 << 24)):,} bytes"
+    shorter = f"one within: {len(transport.call('south', pack(kind='hello'), PATIENCE, 1 << 24)):,} bytes"
     tell("an answer beyond the hub's limit", what, shorter, "")
 
 
@@ -475,8 +479,7 @@ def main() -> None:
     place = Place(folder)
     try:
         with FlareTransport(Kits.open(place.kits / "hub")) as transport:
-            end = time.monotonic() + 120
-            while len(transport.connected()) < len(SITES) and time.monotonic() < end:
+            while len(transport.connected()) < len(SITES):
                 time.sleep(0.5)
             print(HEAD)
             outsiders(place, transport)
@@ -487,7 +490,7 @@ def main() -> None:
             too_long(place, transport)
             claims(place, transport)
             commands(place, transport)
-        for rows in (asked(folder / "greedy"), channels(folder)):
+        for rows in (asked(folder / "greedy"), channels(folder), ends(folder)):
             print(f"\n{HEAD}")
             for row in rows:
                 tell(*row)

@@ -60,6 +60,9 @@ class Within:
     def __exit__(self, *exception):
         return None
 
+    def restrict(self, sites):
+        self.members = {*sites}
+
     def connected(self):
         return set(self.sites)
 

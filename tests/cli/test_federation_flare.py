@@ -50,6 +50,7 @@ from prefed.networks.federation.flare.kits import (
 from prefed.networks.federation.flare.process import (
     ALLOWED,
     CLIENT,
+    CONTROLLER,
     REGISTERED,
     SITE_DOOR,
     FlareProcess,
@@ -228,6 +229,10 @@ def parts(path):
     return [(each["path"], each["args"]) for each in named]
 
 
+OURS = {CONTROLLER: "nvflare.collab.runtime.controller.CollabController"}
+"""Our subclass → the class of FLARE's recipe."""
+
+
 def test_the_job_is_that_of_flares_own_recipe(tmp_path):
     """The components that FLARE's recipe writes for the same two objects, without the code that it adds."""
     from nvflare.collab import CollabRecipe
@@ -235,13 +240,14 @@ def test_the_job_is_that_of_flares_own_recipe(tmp_path):
     from prefed.networks.federation.flare.apps import HubRelay, SiteRelay
 
     threads = {"max_call_threads_for_server": 16, "max_call_threads_for_client": 8}
-    recipe = CollabRecipe("prefed", HubRelay(), SiteRelay(), sync_task_timeout=61, **threads)
+    recipe = CollabRecipe("prefed", HubRelay("s"), SiteRelay(), **threads)
     recipe.finalize().export_job(str(tmp_path / "recipe"))
-    write_job(tmp_path / "ours", SITES, 61)
+    write_job(tmp_path / "ours", SITES, "s")
     for side in ("server", "client"):
         (theirs,) = (tmp_path / "recipe").rglob(f"config_fed_{side}.json")
         ours = tmp_path / "ours/app/config" / theirs.name
         left, right = (dict(parts(path)) for path in (theirs, ours))
+        right = {OURS.get(name, name): args for name, args in right.items()}
         assert right.keys() <= left.keys()
         assert all(args.items() <= left[name].items() for name, args in right.items())
     assert not [path for path in (tmp_path / "ours").rglob("*") if path.suffix == ".py"]
@@ -279,7 +285,8 @@ def test_a_visit_may_take_longer_than_a_site_may_be_gone(unopened, monkeypatch):
     monkeypatch.setattr(over_flare, "PATIENCE", 0.1)
     site = SlowSite()
     with Door(partial(hand, {"north": site})) as door:
-        unopened._opened(pack(door=str(door.path), sites=["north"]))
+        unopened._name = "s"
+        unopened._opened(pack(session="s", door=str(door.path), joined="north"))
         assert unopened.call("north", b"visit", WATCHDOG, MOST) == b"visit done"
     assert site.visits == 1
 
@@ -379,7 +386,7 @@ def test_a_job_brings_no_settings_of_communication(transport, kits, tmp_path):
     """They could name a folder of code, such as the job's own beside them. With the settings that lie at the
     top of each kit, a job's are not read. A site unpacks no such job: here the hub's process has them."""
     mark, job = tmp_path / "it-ran", tmp_path / "job"
-    write_job(job, SITES, 30)
+    write_job(job, SITES, "s")
     shutil.copytree(job / "app", job / "plain")
     meta = json.loads((job / "meta.json").read_text())
     (job / "meta.json").write_text(json.dumps({**meta, "deploy_map": {"app": ["server"], "plain": SITES}}))
@@ -425,7 +432,7 @@ def outcome_of(transport, job):
 def test_a_job_with_code_of_its_own_is_refused(transport, kits, tmp_path):
     """The code would write a file where it runs. The refusal is in the audit log."""
     mark = tmp_path / "it-ran"
-    write_job(tmp_path / "job", SITES, 30)
+    write_job(tmp_path / "job", SITES, "s")
     (tmp_path / "job/app/custom").mkdir()
     (tmp_path / "job/app/custom/evil.py").write_text(
         f"class Evil:\n    def __init__(self):\n        open({str(mark)!r}, 'w').close()\n"
@@ -444,7 +451,7 @@ def test_a_job_with_code_of_its_own_is_refused(transport, kits, tmp_path):
 
 def test_a_job_that_names_another_class_is_refused(transport, kits, tmp_path):
     """The class is FLARE's own: it would run a command."""
-    write_job(tmp_path / "job", SITES, 30)
+    write_job(tmp_path / "job", SITES, "s")
     path = tmp_path / "job/app/config/config_fed_client.json"
     content = json.loads(path.read_text())
     path_of_class = "nvflare.app_common.launchers.subprocess_launcher.SubprocessLauncher"

@@ -254,6 +254,25 @@ def test_a_start_that_failed_binds_nobody(place, sites, tmp_path, steps):
 
 
 @pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(("request_", "clients"), [("join", ["w1", "w2"]), ("start", ["w0", "w1", "w2"])])
+def test_the_rest_start_without_a_site_that_does_not_answer(place, sites, tmp_path, request_, clients):
+    """With `--at-least 1`. A site that says which clients it has, and then nothing, is silent in round 1."""
+
+    def lost(site, request):
+        if (site, unpack(request)[0]["kind"]) == ("one", request_):
+            raise UnreachableError("it has not joined the session")
+
+    out, transport, heard = tmp_path / "over", Within(sites, lost), Warned()
+    terms = Terms("wards", tuple(sites), wait=0.0, at_least=1)
+    summary = federate(experiment(place, rounds=1), out, transport, terms, callbacks=[heard])
+    assert transport.members == {*sites}
+    assert sorted(client for own in summary["sites"].values() for client in own) == clients
+    assert "site 'one' is away: it has not joined the session; " in heard.texts[0]
+    (record,) = RunReader(out).rounds()
+    assert [*record.get("silent_sites", {})] == (["one"] if request_ == "start" else [])
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_ranks_of_clients_that_no_site_has_are_named(place, sites, tmp_path):
     """The site of w3 may be away, or its client have a pseudonym, so the hub warns and goes on."""
 

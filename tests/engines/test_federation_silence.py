@@ -23,15 +23,18 @@ class Slow(Within):
     """Notes each round in which a request waits for site w1 in vain.
 
     Args:
-        answers: whether w1 answers a request of this round; it says hello in any.
+        answers: whether w1 answers a request of this round.
+        greets: whether it says hello in any.
     """
 
-    def __init__(self, sites, answers):
+    def __init__(self, sites, answers, greets=True):
         super().__init__(sites)
-        self.answers, self.waited = answers, []
+        self.answers, self.greets, self.waited = answers, greets, []
 
     def call(self, site, request, timeout, most):
         header, _ = unpack(request)
+        if site == "site-w1" and header["kind"] == "hello" and not self.greets:
+            raise UnreachableError("it has not joined the session within 120 seconds")
         if site == "site-w1" and header["kind"] in WORK and not self.answers(header["round"]):
             self.waited.append(header["round"])
             raise UnreachableError(f"no answer within {timeout:g} seconds")
@@ -43,9 +46,9 @@ class Echo:
         return pack(unpack(message)[1], withheld="")
 
 
-def play(answers, rounds):
+def play(answers, rounds, greets=True):
     """Rounds of a visit and an evaluation of each client: which rounds waited, and in which w1 answered."""
-    transport, warned, answered = Slow(dict.fromkeys(SITES, Echo()), answers), [], []
+    transport, warned, answered = Slow(dict.fromkeys(SITES, Echo()), answers, greets), [], []
     receipts = SimpleNamespace(read=lambda client: None)
     homes = {client: f"site-{client}" for client in CLIENTS}
     asked = Sites(transport, "wards", "0" * 16, 1.0)
@@ -71,6 +74,20 @@ def test_a_silent_site_costs_three_rounds_of_any_number():
         (True, True)
     ]
     assert ["can rejoin from round 3" in told[0], "can rejoin from round 7" in told[1]] == [True, True]
+
+
+def test_a_site_that_is_connected_and_does_not_join_is_silent_each_time():
+    """It is asked in round 1 alone, and greeted for rounds 3 and 7. Its third silence sets it aside."""
+    waited, answered, warned, backend = play(lambda number: False, 40, greets=False)
+    assert (waited, answered) == ([1], [])
+    assert backend.set_aside() == {"w1"}
+    assert [text.partition("; ")[2][:22] for text in warned] == [
+        "it can rejoin from rou",
+        "it can rejoin from rou",
+        "it is set aside after ",
+    ]
+    assert all("'site-w1' is away: " in text for text in warned)
+    assert ["not joined the session" in text for text in warned] == [False, True, True]
 
 
 def test_such_a_site_would_stall_rounds_for_ever(monkeypatch):

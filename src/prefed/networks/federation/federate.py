@@ -137,14 +137,20 @@ def _run(
             f"the run continues with the sites it started with ({', '.join(wanted)}): to change them, start "
             "a new run with another --out"
         )
-    present = _gather(sites, wanted, terms, tell, resumed=known is not None)
-    if absent := ", ".join(sorted(set(wanted) - set(present))):
-        callback.on_warning(
-            f"the run continues without {absent} until it returns"
-            if known
-            else f"the run starts without {absent}: sites that connect later can join the next run"
-        )
-    answers = _each(present, lambda site: sites.join(site, text))
+    transport.restrict(wanted)
+    least = 1 if known else (terms.at_least or len(wanted))
+    present = _gather(sites, wanted, terms, tell, least)
+    without = (
+        "the run continues without {} until it returns"
+        if known
+        else "the run starts without {}: sites that connect later can join the next run"
+    )
+    if absent := ", ".join(sorted({*wanted} - {*present})):
+        callback.on_warning(without.format(absent))
+    answers, silent = _each(present, lambda site: sites.join(site, text), least)
+    for site, why in silent.items():
+        callback.on_warning(f"site {site!r} is away: {why}; {without.format(site)}")
+    present = [*answers]
     clients = check_clients(known, answers, terms.most_clients, terms.most_pairs)
     for site in present:
         compare_versions(site, answers[site].versions, callback.on_warning)
@@ -164,19 +170,21 @@ def _run(
     announce(experiment, job, callback)
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
     model = job.trainers.fingerprint["model"]
-    _each(present, lambda site: sites.start(site, members, unseen, model))
+    _, lost = _each(present, lambda site: sites.start(site, members, unseen, model), least)
     # Written before the first visit, because sites store states and answers under this run's name.
     about = {"federation": terms.federation, "run": run, "sites": clients}
     files.write(writer.path / FILE, json.dumps(about, indent=1).encode())
     sites.most = partial(longest_answer, job)
     backend = FederationBackend(sites, writer.states, homes, terms.visit, callback.on_warning)
     backend.away |= set(clients) - set(present)
+    for site, why in lost.items():
+        backend.silent(site, writer.round + 1, why)
     with backend:
         server = _Rounds(job, writer, backend, callback, answers=written).run()
         held = {site: sorted(own) for site, own in clients.items()}
         conclude(job, writer, server, {}, callback, sites=held)
         backend.publish(writer.round, lambda client: encode(job.method.publish(server, client)))
-    for site in present:
+    for site in {*present} - backend.away:
         sites.leave(site)
     return read_summary(writer.path / "summary.json")
 
@@ -285,14 +293,13 @@ def compare_versions(site: str, versions: Mapping[str, str], warn: Callable[[str
 
 
 def _gather(
-    sites: Sites, wanted: Sequence[str], terms: Terms, tell: Callable[[str], None], resumed: bool
+    sites: Sites, wanted: Sequence[str], terms: Terms, tell: Callable[[str], None], least: int
 ) -> list[str]:
-    """Wait for all sites, or until enough of them are connected after ``terms.wait`` seconds.
+    """Wait for all sites, or until ``least`` of them are connected after ``terms.wait`` seconds.
 
     Raises:
         FederationError: too few sites connect.
     """
-    least = 1 if resumed else (terms.at_least or len(wanted))
     started = time.monotonic()
     reported = False
     while True:
@@ -312,28 +319,31 @@ def _gather(
         time.sleep(PAUSE)
 
 
-def _each(sites: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
-    """Call ``act`` for all sites in parallel; return site → result. The first failure is raised.
+def _each(sites: Sequence[str], act: Callable[[str], T], least: int) -> tuple[dict[str, T], dict[str, str]]:
+    """Call ``act`` for all sites in parallel; return site → result, and site → why it does not answer.
 
     Raises:
-        FederationError: a site does not answer, or ``act`` raises it.
+        FederationError: ``act`` raises it for a site, or fewer than ``least`` sites answer.
     """
     pool = ThreadPoolExecutor(max(1, len(sites)))
     asked = {pool.submit(act, site): site for site in sites}
-    answers = dict[str, T]()
+    answers, silent = dict[str, T](), dict[str, str]()
     try:
         for future in as_completed(asked):
             site = asked[future]
             try:
                 answers[site] = future.result()
             except UnreachableError as error:
-                raise FederationError(
-                    f"site {site!r} is away: {error}; start again when it is back"
-                ) from error
+                silent[site] = str(error)
+                if len(sites) - len(silent) < least:
+                    raise FederationError(
+                        f"site {site!r} is away: {error}; start again when it is back, or start without it "
+                        "(--sites, --at-least)"
+                    ) from error
     finally:
         # After a failure the other answers are not awaited: loading a model may take long.
         pool.shutdown(wait=False, cancel_futures=True)
-    return {site: answers[site] for site in sites}
+    return {site: answers[site] for site in sites if site in answers}, silent
 
 
 def _known(writer: RunWriter) -> dict[str, Any] | None:

@@ -128,13 +128,13 @@ class Sites:
                 f"site {site!r} has a different base model or revision: install the hub's model there"
             )
 
-    def hello(self, site: str) -> bool:
-        """Return whether a site answers."""
+    def hello(self, site: str) -> str:
+        """Greet a site. Return why it does not answer; empty if it does."""
         try:
             self._agreed(site, Hello(**self._common), Answer, HELLO)
-        except (UnreachableError, FederationError):
-            return False
-        return True
+        except (UnreachableError, FederationError) as error:
+            return str(error)
+        return ""
 
     def leave(self, site: str) -> None:
         """Notify a site that the run has ended. No answer is required."""
@@ -244,7 +244,7 @@ class FederationBackend(Backend):
         self._timeout, self._warn = timeout, warn
         self.away = set[str]()
         self._silences = {site: Silence() for site in sorted({*homes.values()})}
-        self._returning = dict[str, Future[bool]]()
+        self._returning = dict[str, Future[str | None]]()
         self._pool = ThreadPoolExecutor(2 * len(set(homes.values())) or 1, thread_name_prefix="site")
 
     def __exit__(self, *exception: object) -> None:
@@ -278,15 +278,19 @@ class FederationBackend(Backend):
                 try:
                     result, receipt = future.result()
                 except UnreachableError as error:
-                    self.away.add(site)
                     waiting[site].clear()
-                    self._silences[site].note(task.round, str(error))
-                    self._warn(f"site {site!r} is away: {error}; {self._silences[site].what_follows()}")
+                    self.silent(site, task.round, str(error))
                     continue
                 self._silences[site].answer(task.round)
                 if receipt is not None:
                     self._receipts.stage(task.client, receipt)
                 yield result
+
+    def silent(self, site: str, number: int, why: str) -> None:
+        """Count and report a site's silence in a round, and leave the site out for some rounds."""
+        self.away.add(site)
+        self._silences[site].note(number, why)
+        self._warn(f"site {site!r} is away: {why}; {self._silences[site].what_follows()}")
 
     def accept(self, clients: Iterable[str]) -> None:
         """Accept the staged receipts of ``clients``."""
@@ -336,7 +340,7 @@ class FederationBackend(Backend):
                 return message_to(client)
 
         def give(site: str) -> None:
-            if site in self.away and (self._silences[site].again is None or not self._greet(site)):
+            if site in self.away and (self._silences[site].again is None or self._greet(site) != ""):
                 raise UnreachableError("it is away")
             # Usually all clients get the same message.
             for message, group in groupby(clients[site], message_of):
@@ -359,7 +363,8 @@ class FederationBackend(Backend):
     def _welcome_back(self, number: int) -> None:
         """Readmit absent sites that are due in this round and have answered a greeting.
 
-        Sites that are due next round are greeted in the background.
+        Sites that are due next round are greeted in the background. One that is connected and does not
+        answer is silent again.
         """
         for site in sorted(self.away):
             again, greeting = self._silences[site].again, self._returning.get(site)
@@ -367,15 +372,19 @@ class FederationBackend(Backend):
                 continue
             if greeting is not None and greeting.done() and number >= again:
                 del self._returning[site]
-                if greeting.result():
+                if (why := greeting.result()) == "":
                     self.away.discard(site)
                     self._warn(f"site {site!r} is back")
+                    continue
+                if why is not None:
+                    self.silent(site, number, why)
                     continue
             if site not in self._returning:
                 self._returning[site] = self._pool.submit(self._greet, site)
 
-    def _greet(self, site: str) -> bool:
-        return site in self._sites.connected() and self._sites.hello(site)
+    def _greet(self, site: str) -> str | None:
+        """Why a site does not answer; empty if it does, ``None`` if it is not connected."""
+        return self._sites.hello(site) if site in self._sites.connected() else None
 
 
 def _broken(reason: str) -> Done:

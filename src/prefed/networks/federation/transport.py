@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -28,6 +28,9 @@ class Transport(AbstractContextManager["Transport"], Protocol):
 
     A request may be delivered several times; sites answer each repetition alike. Methods are thread-safe.
     """
+
+    def restrict(self, sites: Collection[str]) -> None:
+        """Exchange messages only with these sites. Others are not connected."""
 
     def connected(self) -> Set[str]:
         """The reachable sites.

@@ -9,19 +9,27 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any
 
+from nvflare.apis.controller_spec import ClientTask, Task
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import ReturnCode, Shareable
+from nvflare.apis.signal import Signal
 from nvflare.collab import collab
+from nvflare.collab.api.app import ClientApp
+from nvflare.collab.runtime.controller import CollabController
+from nvflare.collab.runtime.defs import SETUP_TASK_NAME, SyncKey
+from nvflare.collab.runtime.dispatch import make_participant_map, prepare_for_remote_call
+from nvflare.collab.runtime.lifecycle import run_server
 
 from prefed.networks.federation.flare.process import HUB_DOOR, REGISTERED, SITE_DOOR
 from prefed.networks.federation.unix_socket import Door, ask, end, pack, unpack, when_gone
@@ -130,7 +138,19 @@ def _whole_answer(call: Any, first: object, most: int) -> bytes | bytearray:
 
 
 class HubRelay:
-    """The hub's side of a job."""
+    """The hub's side of a job.
+
+    Args:
+        session: name of the session, which ``prefed federate`` chose.
+    """
+
+    def __init__(self, session: str) -> None:
+        self._session = session
+        self._joined = Queue[str]()
+
+    def join(self, site: str) -> None:
+        """Announce to ``prefed federate`` that a site's process is ready."""
+        self._joined.put(site)
 
     @collab.main
     def relay(self) -> None:
@@ -139,7 +159,40 @@ class HubRelay:
         context = collab.context
         hub = Path(os.environ[HUB_DOOR])
         with Door(partial(hand, sites), hub.with_name(f"job-{os.getpid()}")) as door:
+            say = partial(pack, session=self._session, door=str(door.path))
             when_gone(hub, end)
-            ask(hub, pack(door=str(door.path), sites=sorted(sites)))
+            ask(hub, say())
             while not context.is_aborted():
-                time.sleep(0.2)
+                with suppress(Empty):
+                    ask(hub, say(joined=self._joined.get(timeout=0.2)))
+
+
+class SessionController(CollabController):  # type: ignore[misc]
+    """Runs the hub's relay at once, and lets each site join when its process is ready.
+
+    FLARE's own controller waits until all sites are ready, and ends the job of all if one of them is late.
+    """
+
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """Run the job. All sites have the same relay, so its interface need not be requested from them."""
+        engine, job, app = fl_ctx.get_engine(), fl_ctx.get_job_id(), self.server_app
+        self.cell, clients = engine.get_cell(), engine.get_clients()
+        hub, site = app.get_collab_interface(), ClientApp(SiteRelay()).get_collab_interface()
+        participants = make_participant_map(self.cell.get_fqcn(), job, clients)
+        prepare_for_remote_call(self.cell, app, self.logger, self.inbound_executor, participants)
+        proxies = [self._prepare_client_proxy(job, each, site, abort_signal, fl_ctx) for each in clients]
+        own = self._prepare_server_proxy(job, abort_signal, hub, fl_ctx)
+        app.setup(fl_ctx.get_workspace(), own, proxies, abort_signal)
+        about = {
+            SyncKey.COLLAB_INTERFACE: hub,
+            SyncKey.CLIENT_INTERFACES: {each.name: site for each in clients},
+            SyncKey.SERVER_FQCN: self.cell.get_fqcn(),
+        }
+        task = Task(SETUP_TASK_NAME, data=Shareable(about), result_received_cb=self._ready)
+        # Without a minimum and a time-out, the task stays open for late sites.
+        self.broadcast(task, fl_ctx, min_responses=0)
+        run_server(app, self.logger)
+
+    def _ready(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        if client_task.result.get_return_code() == ReturnCode.OK:
+            self.server_app.obj.join(client_task.client.name)

@@ -3,7 +3,8 @@
 FLARE authorises requests for shell commands, files or deletion only if the sender asks for it, trusts the
 origin that a message declares, and lets members reach each other through the hub. :func:`start` therefore
 installs checks before it runs a module of FLARE: only messages that a federation needs are accepted, and only
-from authenticated senders. All others are refused and logged.
+from authenticated senders. All others are refused and logged. FLARE also ends a job if one site replies with
+an error, or leaves while the job starts; at the hub, such a site is left out instead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import runpy
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from io import BytesIO
@@ -63,7 +64,9 @@ ALLOWED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("site's job", "site"): ("client_command:*",),
     ("site's job", "hub's job"): ("collab:call", "aux_communication:__end_run__"),
     ("hub", "site"): tuple(
-        f"task:{topic}" for topic in ("challenge", "register", "heart_beat", "report_job_failure", "quit")
+        # Not `report_job_failure`, with which one site would end the session of all.
+        f"task:{topic}"
+        for topic in ("challenge", "register", "heart_beat", "quit")
     ),
     ("hub", "hub's job"): ("server_parent_listener:*",),
     ("hub", "account"): (
@@ -261,8 +264,11 @@ class _Reports:
             time.sleep(EVERY)
 
 
-def install() -> None:
+def install() -> _Reports:
     """Install the checks in FLARE's modules. This must precede the first connection.
+
+    Returns:
+        What reports a refusal.
 
     Raises:
         RuntimeError: a function that the checks replace differs in the installed version of FLARE.
@@ -311,6 +317,91 @@ def install() -> None:
     CoreCell.process_message = process_message
     FedAdminAgent._dispatch_request = dispatch_request
     process_launcher.spawn_process = spawn_process
+    return report
+
+
+def invalid_reply(reply: Any, topic: str) -> bool:
+    """Whether FLARE's server would fail at a site's reply to a command.
+
+    Args:
+        reply: the reply; ``None`` if there was none.
+        topic: the topic of the command.
+    """
+    from nvflare.private.admin_defs import Message, MsgHeader, ReturnCode
+    from nvflare.private.defs import TrainingTopic
+    from nvflare.private.scheduler_constants import ShareableHeader
+
+    if reply is None:
+        return False
+    try:
+        code, body = reply.get_header(MsgHeader.RETURN_CODE, ReturnCode.OK), reply.body
+        if topic == TrainingTopic.CHECK_RESOURCE and code == ReturnCode.OK:
+            enough = body.get_header(ShareableHeader.IS_RESOURCE_ENOUGH, False)
+            token = body.get_header(ShareableHeader.RESOURCE_RESERVE_TOKEN, "")
+            return type(enough) is not bool or not isinstance(token, str)
+        return not isinstance(reply, Message) or not isinstance(code, str)
+    except Exception:
+        return True
+
+
+def without_start(replies: Iterable[Any], sites: Sequence[str]) -> list[str]:
+    """The sites that did not reply to the command to start a job, or replied with an error."""
+    from nvflare.private.admin_defs import MsgHeader, ReturnCode
+    from nvflare.private.defs import ERROR_MSG_PREFIX
+
+    started = {
+        each.client_name
+        for each in replies
+        if each.reply is not None
+        and each.reply.get_header(MsgHeader.RETURN_CODE, ReturnCode.OK) == ReturnCode.OK
+        and not str(each.reply.body).startswith(ERROR_MSG_PREFIX)
+    }
+    return [site for site in sites if site not in started]
+
+
+def isolate(report: Callable[[str], None]) -> None:
+    """Keep one site from ending the session of all, in a process of the hub.
+
+    Raises:
+        RuntimeError: as :func:`install`.
+    """
+    from nvflare.private.fed.server import job_runner
+    from nvflare.private.fed.server.admin import FedAdminServer
+    from nvflare.private.fed.server.server_engine import ServerEngine
+    from nvflare.private.fed.server.server_runner import ServerRunner
+
+    start, deploy = job_runner.JobRunner._start_run, job_runner.JobRunner._deploy_job
+    asked = "self requests fl_ctx timeout_secs optional"
+    send = _find(FedAdminServer, "send_requests", asked, ServerEngine._send_admin_requests)
+    targets = _find(ServerEngine, "validate_targets", "self client_names", deploy)
+    _find(job_runner, "check_client_replies", "replies client_sites command strict", start)
+    if "ABORT_RETURN_CODES" not in ServerRunner._process_submission.__code__.co_names:
+        raise RuntimeError(_unknown("ServerRunner.ABORT_RETURN_CODES"))
+
+    def send_requests(self: Any, requests: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        replies = send(self, requests, *args, **kwargs)
+        for each in replies:
+            if invalid_reply(each.reply, each.request.topic):
+                report(f"{each.client_name!r} sent an invalid reply to {each.request.topic!r}")
+                each.reply = None
+        return replies
+
+    def check_client_replies(
+        replies: Iterable[Any], client_sites: Sequence[str], command: str, strict: bool = False
+    ) -> list[str]:
+        missing = without_start(replies, client_sites)
+        for site in missing:
+            report(f"{site!r} did not {command}: the session starts without it")
+        return missing
+
+    def validate_targets(self: Any, client_names: Sequence[str]) -> tuple[Any, list[str]]:
+        # Sites that have left in the meantime are not an error.
+        return targets(self, client_names)[0], []
+
+    FedAdminServer.send_requests = send_requests
+    job_runner.check_client_replies = check_client_replies
+    ServerEngine.validate_targets = validate_targets
+    ServerRunner.ABORT_RETURN_CODES = []
 
 
 def _find(owner: Any, name: str, parameters: str, caller: Callable[..., Any]) -> Callable[..., Any]:
@@ -318,15 +409,21 @@ def _find(owner: Any, name: str, parameters: str, caller: Callable[..., Any]) ->
     found: Callable[..., Any] | None = getattr(owner, name, None)
     called = name in caller.__code__.co_names
     if found is None or not called or [*inspect.signature(found).parameters] != parameters.split():
-        raise RuntimeError(
-            f"prefed cannot guard {owner.__name__}.{name} in this version of NVIDIA FLARE, so nothing is "
-            "started: install the version that prefed[nvflare] requires"
-        )
+        raise RuntimeError(_unknown(f"{owner.__name__}.{name}"))
     return found
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"prefed cannot guard {name} in this version of NVIDIA FLARE, so nothing is started: install the "
+        "version that prefed[nvflare] requires"
+    )
 
 
 def start() -> None:
     """Run a module of FLARE with the checks installed: ``MODULE [ARGUMENT ...]`` on the command line."""
-    install()
+    report = install()
     sys.argv = sys.argv[1:]
+    if ".app.server." in sys.argv[0]:
+        isolate(report)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

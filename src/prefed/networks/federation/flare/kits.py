@@ -208,7 +208,10 @@ def check_whole(kit: Path, party: str) -> None:
 
 
 def settle(kit: Path) -> None:
-    """Make the server store its files in its kit. Run at each start, since FLARE needs absolute paths."""
+    """Make the server store its files in its kit, and allow this version's classes.
+
+    Run at each start, since FLARE needs absolute paths, and kits outlive versions of prefed.
+    """
     path, storage = kit / "local" / "resources.json", kit.resolve() / "storage"
     files.private_folder(storage)
     resources = json.loads(path.read_text("utf-8"))
@@ -217,6 +220,7 @@ def settle(kit: Path) -> None:
     for each in resources["components"]:
         if each["id"] == "job_manager":
             each["args"]["uri_root"] = str(storage / "jobs")
+    resources["class_allow_list"] = list(ALLOWED)
     files.write(path, json.dumps(resources, indent=1).encode())
 
 

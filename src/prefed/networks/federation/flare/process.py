@@ -111,7 +111,7 @@ class FlareProcess:
             self._process.kill()
 
 
-CONTROLLER = "nvflare.collab.runtime.controller.CollabController"
+CONTROLLER = "prefed.networks.federation.flare.apps.SessionController"
 EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
 HUB_RELAY = "prefed.networks.federation.flare.apps.HubRelay"
 SITE_RELAY = "prefed.networks.federation.flare.apps.SiteRelay"
@@ -123,18 +123,18 @@ THREADS = 8
 """Maximum number of concurrent calls per site."""
 
 
-def write_job(folder: Path, sites: Sequence[str], setup: float) -> None:
+def write_job(folder: Path, sites: Sequence[str], session: str) -> None:
     """Write the job for these sites into ``folder``.
 
     Args:
-        setup: seconds in which all sites must start their process of the job.
+        session: name of the session, which the hub's relay announces.
     """
     filters: dict[str, list[str]] = {"task_data_filters": [], "task_result_filters": []}
     threads = THREADS * len(sites)
-    controller = {"server_obj_id": "_server", "sync_task_timeout": setup, "max_call_threads": threads}
+    controller = {"server_obj_id": "_server", "max_call_threads": threads}
     server = {
         "workflows": [{"id": "controller", "path": CONTROLLER, "args": controller}],
-        "components": [{"id": "_server", "path": HUB_RELAY, "args": {}}],
+        "components": [{"id": "_server", "path": HUB_RELAY, "args": {"session": session}}],
     }
     executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client", "max_call_threads": THREADS}}
     client = {

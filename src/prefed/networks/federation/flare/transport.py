@@ -1,16 +1,18 @@
 """A transport over NVIDIA FLARE. Each session is a job of FLARE's Collab API.
 
-A FLARE job ends if its server or one of its processes is killed, and a killed site cannot rejoin it. The
-transport then submits a new job and repeats unanswered requests. Sites answer repeated requests alike.
+Each site joins a session when its process is ready, so a slow one delays only its own requests. A session
+ends if the hub's process is killed, and a killed site cannot rejoin it. The transport then submits a new job
+and repeats unanswered requests. Sites answer repeated requests alike.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import tempfile
 import time
-from collections.abc import Set
+from collections.abc import Collection, Set
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from io import StringIO
@@ -42,9 +44,13 @@ from prefed.store.directory import lock
 _log = logging.getLogger("prefed")
 
 LAUNCH = 180.0
-"""Seconds in which FLARE's server must start. A busy machine takes over a minute."""
-SETUP = 60.0
-"""Seconds in which FLARE must open a session."""
+"""Seconds in which FLARE's server, or the hub's side of a session, must start. A busy machine takes over a
+minute, and FLARE waits up to a minute for sites that do not reply.
+"""
+JOIN = 120.0
+"""Seconds after the opening of a session for which a request waits for a connected site to join."""
+LATE = 600.0
+"""Seconds after which a site that has not joined is invited again, in a new session."""
 FRESH = 4 * HEARTBEAT
 """Seconds without a heartbeat after which a site counts as disconnected."""
 PATIENCE = 30.0
@@ -83,8 +89,11 @@ class FlareTransport:
         self._asking = Lock()
         self._opening = Lock()
         self._changed = Condition()
+        self._members = frozenset(kits.sites)
         self._session: Path | None = None
-        self._inside = frozenset[str]()
+        self._name = ""
+        self._opened_at = 0.0
+        self._invited = self._inside = frozenset[str]()
         self._job = ""
         self._stopping = False
 
@@ -100,16 +109,31 @@ class FlareTransport:
     def __exit__(self, *exception: object) -> None:
         self._stop()
 
+    def restrict(self, sites: Collection[str]) -> None:
+        """Open sessions only with these sites."""
+        self._members = frozenset(sites) & {*self._kits.sites}
+
     def connected(self) -> Set[str]:
-        """The sites of the project with a recent heartbeat."""
+        """The sites of the run with a recent heartbeat, without those that are late to join the session."""
+        with self._changed:
+            late = self._invited if JOIN < self._age() < LATE else frozenset()
+        return self._present() - late
+
+    def _present(self) -> frozenset[str]:
         with self._asking:
             return self._connected()
+
+    def _age(self) -> float:
+        """Seconds since the session was opened."""
+        return time.monotonic() - self._opened_at
 
     def call(self, site: str, request: bytes, timeout: float, most: int) -> bytes:
         """Send a request to a site and return its answer, opening new sessions if necessary."""
         end, tries, most = time.monotonic() + timeout, 0, min(most, self._kits.message_mb << 20)
         while (left := end - time.monotonic()) > 0:
-            session = self._session_with(site, end)
+            begun = time.monotonic()
+            session = self._session_with(site, min(timeout, PATIENCE))
+            end += time.monotonic() - begun  # the timeout is for the answer
             look = partial(self._look, session, site, [time.monotonic()], 2 * len(request) / SLOW)
             try:
                 about = {"site": site, "timeout": left, "most": most}
@@ -157,7 +181,7 @@ class FlareTransport:
             self._lose(session)
             raise ConnectionResetError from None
         silent = time.monotonic() - seen[0]
-        if silent > PATIENCE / 2 and site in self.connected():
+        if silent > PATIENCE / 2 and site in self._present():
             if silent > PATIENCE / 2 + slack:
                 # The site has reconnected, and its process in this session has ended.
                 self._without(session, site)
@@ -171,39 +195,57 @@ class FlareTransport:
             if self._session == session:
                 self._inside -= {site}
 
-    def _session_with(self, site: str, end: float) -> Path:
-        """The socket of a session with this site, which is opened if necessary."""
-        end = min(end, time.monotonic() + PATIENCE)
+    def _session_with(self, site: str, patience: float) -> Path:
+        """The socket of a session that this site has joined. A session is opened if necessary.
+
+        Args:
+            patience: seconds that the site may be disconnected.
+
+        Raises:
+            UnreachableError: the site is not connected, or does not join the session.
+        """
+        seen, tries = time.monotonic(), 0
         while True:
-            if self._stopping:
-                raise UnreachableError("the hub is stopping")
             with self._opening:
                 with self._changed:
+                    if self._stopping:
+                        raise UnreachableError("the hub is stopping")
                     if self._session is not None and site in self._inside:
                         return self._session
-                present = self.connected()
-                if site in present:
+                    invited = self._session is not None and site in self._invited and self._age() < LATE
+                    if invited and self._age() > JOIN:
+                        raise UnreachableError(f"it has not joined the session within {JOIN:g} seconds")
+                present = self._present()
+                if site in present and not invited:
+                    if tries == TRIES:
+                        raise UnreachableError(f"{TRIES} sessions ended before it joined")
+                    tries += 1
                     self._open(present)
                     continue
-            if time.monotonic() > end:
+            seen = time.monotonic() if site in present else seen
+            if time.monotonic() > seen + patience:
                 raise UnreachableError("it is not connected")
-            time.sleep(PAUSE)
+            with self._changed:
+                self._changed.wait(LOOK if invited else PAUSE)
 
     def _open(self, sites: Set[str]) -> None:
-        """Submit a job for these sites and wait until its relay is ready."""
+        """Submit a job for these sites and wait until the hub's relay is ready."""
         for _ in range(STARTS):
             self._close()
+            with self._changed:
+                self._name = name = secrets.token_hex(8)
             with self._asking, tempfile.TemporaryDirectory(prefix="prefed-job-") as folder:
-                write_job(Path(folder, "job"), sorted(sites), SETUP)
+                write_job(Path(folder, "job"), sorted(sites), name)
                 try:
                     self._job = self._admin_session().submit_job(str(Path(folder, "job")))
                 except Exception as error:  # FLARE raises many types: retry after any of them
                     self._again(error)
                     continue
             with self._changed:
-                if self._changed.wait_for(lambda: self._session is not None, SETUP):
+                if self._changed.wait_for(lambda: self._session is not None, LAUNCH):
+                    self._invited, self._opened_at = frozenset(sites) - self._inside, time.monotonic()
                     return
-            sites = self.connected()
+            sites = self._present()
         raise FederationError(
             f"cannot open a session of NVIDIA FLARE with {', '.join(sorted(sites)) or 'any site'}: see "
             f"process.log and log.txt in {self._kits.server}. Complete rounds are kept: use --resume to "
@@ -211,25 +253,38 @@ class FlareTransport:
         )
 
     def _opened(self, request: bytes) -> bytes:
-        """Handle the message with which a relay reports its socket and its sites."""
+        """Handle a relay's message: with its socket when it is ready, then with each site that joins."""
         header, _ = unpack(request)
         door = Path(header["door"])
         with self._changed:
-            self._session, self._inside = door, frozenset(header["sites"])
+            if header["session"] != self._name:
+                return b""  # a session that was closed before it was ready
+            if new := self._session is None:
+                self._session = door
+            if "joined" in header:
+                self._inside |= {header["joined"]}
+                self._invited -= self._inside
             self._changed.notify_all()
-        when_gone(door, lambda: self._lose(door))
+        if new:
+            when_gone(door, lambda: self._lose(door))
         return b""
 
     def _lose(self, session: Path) -> None:
         with self._changed:
             if self._session == session:
-                self._session, self._inside = None, frozenset()
+                self._forget()
+
+    def _forget(self) -> None:
+        """Forget the session. The caller holds ``_changed``."""
+        self._session, self._name = None, ""
+        self._invited = self._inside = frozenset()
+        self._changed.notify_all()
 
     def _close(self) -> None:
         """End the current session."""
         with self._changed:
             job, self._job = self._job, ""
-            self._session, self._inside = None, frozenset()
+            self._forget()
         if job:
             with self._asking, suppress(Exception):
                 self._admin_session().abort_job(job)
@@ -239,7 +294,7 @@ class FlareTransport:
             try:
                 clients = self._admin_session().get_connected_client_list()
                 # Certificates are not revoked: a site that left the project can still connect.
-                return frozenset(each.name for each in clients if _is_fresh(each)) & {*self._kits.sites}
+                return frozenset(each.name for each in clients if _is_fresh(each)) & self._members
             except Exception as error:  # as above
                 self._again(error)
         raise FederationError(f"NVIDIA FLARE's server does not answer: see {self._kits.server}/log.txt")
@@ -280,7 +335,7 @@ class FlareTransport:
             raise FederationError("the hub is stopping")
         settle(self._kits.server)
         with self._changed:
-            self._session, self._inside = None, frozenset()
+            self._forget()
         environment = {HUB_DOOR: str(self._door.path), ACCOUNT: self._kits.user, **longest(PART >> 20)}
         self._server = FlareProcess(
             SERVER, self._kits.server, [f"org={self._kits.organisation}"], environment
