@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from prefed.networks.federation.transport import FederationError, UnreachableError
+from waiting import WATCHDOG
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
@@ -28,17 +29,17 @@ def test_no_member_ends_the_session_of_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(over_flare, "JOIN", 30.0)
     with members.Members(tmp_path, [*members.DOES], echo, sleeps=60.0) as place:
         ask = place.transport.call
-        assert ask("north", b"1 ", 120, 99) == b"1 north"
+        assert ask("north", b"1 ", WATCHDOG, 99) == b"1 north"
         session = place.transport._session
-        assert ask("reports", b"1 ", 120, 99) == b"1 reports"
+        assert ask("reports", b"1 ", WATCHDOG, 99) == b"1 reports"
         for site in {*members.DOES} - {"reports", "slow"}:
             with pytest.raises(UnreachableError, match=r"not joined the session within 30|not connected"):
-                ask(site, b"1 ", 120, 99)
-            assert ask("north", b"2 ", 120, 99) == b"2 north"
+                ask(site, b"1 ", WATCHDOG, 99)
+            assert ask("north", b"2 ", WATCHDOG, 99) == b"2 north"
         while "slow" not in place.transport._inside:
             time.sleep(0.5)
-        assert ask("slow", b"3 ", 120, 99) == b"3 slow"
-        assert ask("north", b"3 ", 120, 99) == b"3 north"
+        assert ask("slow", b"3 ", WATCHDOG, 99) == b"3 slow"
+        assert ask("north", b"3 ", WATCHDOG, 99) == b"3 north"
         assert place.transport._session == session
         log = (place.kits / "hub/server/log.txt").read_text()
         for words in ("task:report_job_failure", "'garbles' sent an invalid reply", "'errors' did not start"):
@@ -49,12 +50,12 @@ def test_one_of_them_ends_each_session_of_flares_own(tmp_path):
     """The control: without prefed's checks and controller, north is reached alone, but not with the other."""
     with members.Members(tmp_path, ["exits"], echo, guarded=False) as place:
         place.transport.restrict(["north"])
-        assert place.transport.call("north", b"1 ", 600, 99) == b"1 north"
+        assert place.transport.call("north", b"1 ", WATCHDOG, 99) == b"1 north"
         place.transport.restrict(place.sites)
         with pytest.raises((FederationError, UnreachableError)):
-            place.transport.call("exits", b"1 ", 600, 99)
+            place.transport.call("exits", b"1 ", WATCHDOG, 99)
         with pytest.raises((FederationError, UnreachableError)):
-            place.transport.call("north", b"1 ", 600, 99)
+            place.transport.call("north", b"1 ", WATCHDOG, 99)
 
 
 def replied(topic, body, **headers):

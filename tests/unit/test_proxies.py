@@ -16,6 +16,7 @@ from prefed.config.align import AlignConfig, JudgeOptions
 from prefed.core.proxies import direct_here, proxies, through
 from prefed.runs.align import what_is_sent
 from prefed.runs.environment import environment
+from waiting import WATCHDOG
 
 NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
@@ -59,7 +60,7 @@ def proxy():
 
 
 def judged(url):
-    options = JudgeOptions(url=url, template="plain", parallel=1, timeout=20.0)
+    options = JudgeOptions(url=url, template="plain", parallel=1, timeout=WATCHDOG)
     (verdict,) = EndpointJudge("m", options).compare([Question("A colour?", "one", "two")])
     return verdict.preference
 
