@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,9 @@ from prefed.data.sources.folders import data_files, data_stem, is_saved, other_f
 from prefed.data.sources.formats import POST_FIELDS
 from prefed.data.tokens import MANIFEST, TokenWriter, tokenizer_digest
 
+ENCODING = 2
+"""The version of the rules in :mod:`prefed.data.encoding`; tokens of another one are not read."""
+
 
 def build_dataset(
     config: DataConfig, tokenizer: Tokenizer, key: Key, folder: Path, selector: SelectorConfig | None = None
@@ -65,6 +68,10 @@ def build_dataset(
     inputs = _inputs(config, tokenizer, key, selector)
     if (folder / CLIENTS).exists():
         before = read_manifest(folder)["inputs"]
+        if before.get("encoding") != ENCODING:
+            # Resuming a run checks that the new tokens are the same.
+            shutil.rmtree(folder)
+            return build_dataset(given, tokenizer, key, folder, selector)
         changed = sorted(n for n in inputs.keys() | before.keys() if inputs.get(n) != before.get(n))
         if changed:
             raise DataMismatchError(
@@ -101,7 +108,7 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer, selector: SelectorCon
         return ChoiceEncoder(tokenizer, selector, max_length=config.max_length)
     return PolicyEncoder(
         tokenizer,
-        Template(tokenizer, config.template),
+        Template(tokenizer, config.template, config.today),
         max_length=config.max_length,
         too_long=config.too_long,
         shortens=config.score == "whole",
@@ -121,6 +128,7 @@ def _inputs(
         "settings": settings,
         "source files": sources,
         "tokenizer": tokenizer_digest(tokenizer),
+        "encoding": ENCODING,
         "seed": [key.seed, *key.path],
         **({} if selector is None else {"selector": selector.model_dump(mode="json")}),
     }
@@ -177,6 +185,7 @@ def _build(
         prefixes=counts.prefixes,
         kept=len(splits.rows),
         needed=writer.longest,
+        **cast(Mapping[str, int], writer.notes),
         **(Counter(repeated) + Counter(splits.counts)),
     )
     _write(folder, splits, flipped, fingerprint, row_counts, findings, inputs)

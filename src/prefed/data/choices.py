@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from prefed.data.config import SelectorConfig
 from prefed.data.encoding import (
+    MARK,
     Encoded,
     Outcome,
     Tokenizer,
     TooLong,
     dialogue,
     start_tokens,
+    text_of,
     token_ids,
     triple_ids,
 )
@@ -138,7 +140,7 @@ class ChoiceEncoder:
     def __init__(self, tokenizer: Tokenizer, config: SelectorConfig, *, max_length: int) -> None:
         self._tokenizer, self.max_length = tokenizer, max_length
         self._template = ChoiceTemplate(tokenizer, config.template)
-        self._start = start_tokens(tokenizer)
+        self._start, self._mark = start_tokens(tokenizer), text_of(tokenizer)
         self._shortens = config.too_long == "shorten"
         self.refuses = config.too_long == "error"
         self.letters: tuple[int, int] | None = self._template.letters
@@ -160,9 +162,19 @@ class ChoiceEncoder:
                 continue
             first, second = (text.strip() for text in sorted((record.chosen, record.rejected)))
             parts.append((head, query, first, second))
-            texts.append((head + query, *self._template.branches(first, second)))
-        tokens = iter(triple_ids(self._tokenizer, texts))
-        return [part if isinstance(part, RowError) else self._fit(part, next(tokens)) for part in parts]
+            texts.append(self._texts(head + query, first, second))
+        tokens = zip(texts, triple_ids(self._tokenizer, texts), strict=True)
+        return [part if isinstance(part, RowError) else self._noted(part, *next(tokens)) for part in parts]
+
+    def _noted(self, part: tuple[str, str, str, str], texts: tuple[str, str, str], tokens: Tokens) -> Outcome:
+        outcome = self._fit(part, tokens)
+        if isinstance(outcome, Encoded) and any(MARK in text for text in texts):
+            return replace(outcome, notes=frozenset({"control"}))
+        return outcome
+
+    def _texts(self, question: str, first: str, second: str) -> tuple[str, str, str]:
+        one, other = self._template.branches(first, second)
+        return self._mark(question), self._mark(one), self._mark(other)
 
     def _fit(self, part: tuple[str, str, str, str], tokens: Tokens) -> Outcome:
         _, _, first, second = part
@@ -194,7 +206,7 @@ class ChoiceEncoder:
             if short[0].strip() == short[1].strip():
                 # The responses differ only in the truncated part.
                 return self._too_long(needed)
-            texts = head + _ending(query, asked, room).lstrip(), *self._template.branches(*short)
+            texts = self._texts(head + _ending(query, asked, room).lstrip(), *short)
             (tokens,) = triple_ids(self._tokenizer, [texts])
             excess = self._excess(tokens)
         return self._encoded(tokens, cut=room < len(asked), shortened=short != (first, second))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -9,6 +10,11 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from prefed.core.strict_settings import StrictModel
 from prefed.core.text import control_character
+
+
+def _check_date(value: str) -> str:
+    date.fromisoformat(value)
+    return value
 
 
 class Columns(StrictModel):
@@ -257,8 +263,13 @@ class DataConfig(StrictModel):
         template: how to render conversations. ``chat`` is the tokenizer's chat template, ``dialogue`` the
             Human/Assistant form. ``auto`` is ``chat`` if the tokenizer has a template, else ``dialogue``.
             ``instruction`` is the form of Alpaca and of FedBiscuit, figure 4, for single-turn prompts.
-        max_length: maximum number of tokens of a prompt with its longer response. Longer prompts lose their
-            beginning.
+            ``chat`` also makes a text prompt a user turn. ``rendered`` is ``auto`` for texts that a chat
+            template has rendered already: control tokens such as ``<|im_end|>`` in text prompts and their
+            responses are encoded as such; otherwise, they are encoded as text.
+        today: the date for a chat template that contains today's, as ``2026-01-31``. Default: the date of the
+            first start of a run.
+        max_length: maximum number of tokens of a prompt with its longer response. Longer texts lose their
+            beginning, longer conversations their oldest turns and then the beginning of the last one.
         too_long: how to treat a pair with a response that leaves no room for a token of the prompt.
         invalid: how to treat a row with a blank response or a malformed field. ``error`` reports it, ``drop``
             drops and counts it. Pairs of equal responses are always dropped and counted.
@@ -296,7 +307,8 @@ class DataConfig(StrictModel):
     columns: Columns | None = None
     metadata: tuple[str, ...] = ()
     encoding: str = "utf-8"
-    template: Literal["auto", "chat", "dialogue", "instruction"] = "auto"
+    template: Literal["auto", "chat", "dialogue", "instruction", "rendered"] = "auto"
+    today: Annotated[str, AfterValidator(_check_date)] | None = None
     max_length: int = Field(default=512, ge=2)
     too_long: Literal["drop", "error"] = "drop"
     invalid: Literal["error", "drop"] = "error"

@@ -52,7 +52,7 @@ class RowCounts(StrictModel):
         identical: dropped: equal responses.
         ties: dropped: the source prefers neither response.
         too_long: dropped: response or selector question too long.
-        cut: prompts truncated at the beginning.
+        cut: prompts that lost their beginning, or a conversation its oldest turns.
         shortened: selector pairs or whole texts truncated at the end.
         short: dropped: a text has fewer than ``min_characters`` characters.
         prefixes: pairs with a prompt removed from both responses.
@@ -61,6 +61,11 @@ class RowCounts(StrictModel):
         unplaced: validation and test rows without a training client.
         limited: dropped by ``limit``.
         dropped: clients dropped for lack of training pairs.
+        control: rows with a control token within a text, which is encoded as text.
+        ends: rows with an end-of-text token before the end of a response.
+        unlike: rows whose prompt the chat template renders differently with a response.
+        plain: rows with a text prompt for a model with a chat template.
+        glued: rows with no blank between a text and its response.
         kept: rows assigned to a client.
         needed: smallest ``max_length`` that would fit all pairs; 0 if all fit.
     """
@@ -79,6 +84,11 @@ class RowCounts(StrictModel):
     unplaced: int = 0
     limited: int = 0
     dropped: int = 0
+    control: int = 0
+    ends: int = 0
+    unlike: int = 0
+    plain: int = 0
+    glued: int = 0
     kept: int = 0
     needed: int = 0
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeAlias
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from prefed.data.errors import DataError, RowError
 from prefed.data.record import Message, Prompt, Record, plain_prompt
@@ -60,29 +63,94 @@ def _instruction_of(messages: Sequence[Message]) -> str:
     return instruction(text, context if mark else None)
 
 
+MARK = "\ufdd0"
+"""Separates parts of a text that are tokenised one after the other; not a character of Unicode."""
+
+
+def text_of(tokenizer: Tokenizer) -> Callable[[str], str]:
+    r"""Return a function that puts a :data:`MARK` in each control token that a text contains.
+
+    Control tokens are the special tokens of the tokenizer, such as ``<|im_end|>``. With the mark after its
+    first character, it is tokenised as the text that it is, and cannot end a turn or begin another.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = {str(token) for token in added if token.special} | {*getattr(tokenizer, "all_special_tokens", ())}
+    # A single character cannot be divided.
+    names = {name for name in names if len(name) > 1}
+    if not names:
+        return lambda text: text
+    firsts = {name[0] for name in names}
+    rests = {first: [re.escape(name[1:]) for name in names if name[0] == first] for first in firsts}
+    # A look-ahead, to find tokens that overlap.
+    pattern = re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rests[first])})" for first in rests))
+    return lambda text: pattern.sub(lambda match: match[0] + MARK, text)
+
+
+Note: TypeAlias = Literal["control", "ends", "unlike", "plain", "glued"]
+NOTES: dict[Note, str] = {
+    "control": "a control token in a text is encoded as text",
+    "ends": "an end-of-text token before the end of a response",
+    "unlike": "the chat template renders the prompt differently with a response, which is used unchanged",
+    "plain": "without the chat template",
+    "glued": "no blank between the prompt and its response",
+}
+"""What to report about a record."""
+Kind: TypeAlias = Literal["auto", "chat", "dialogue", "instruction", "rendered"]
+"""The values of ``[data] template``."""
+
+
+SCORING_DATE = "2026-01-01"
+"""What chat templates of judges and reward models get as today's date: a score depends on no clock."""
+
+
+class Rendered(NamedTuple):
+    """The texts of a prompt and of two responses, with a :data:`MARK` in control tokens that are text."""
+
+    start: str
+    chosen: str
+    rejected: str
+    notes: frozenset[Note] = frozenset()
+
+
 class Template:
-    """Render prompts and responses for one tokenizer.
+    """Render prompts and responses for one tokenizer, and encode prompts.
 
     A text prompt and its responses are used unchanged. A conversation is rendered with the tokenizer's chat
     template: the prompt includes the beginning of the assistant turn, and each response the end of it.
     Without a chat template, a conversation is rendered in the Human/Assistant form or as an
     :func:`instruction`, and a response begins with a space.
 
+    Control tokens in texts are encoded as text, see :func:`text_of`.
+
+    Args:
+        kind: ``chat`` renders a text prompt as a user turn. ``rendered`` reads control tokens in text prompts
+            and their responses as such; it is for texts that a chat template has rendered already.
+        today: the date for chat templates that contain today's, as ``2026-01-31``; ``None``: today's.
+
     Raises:
         DataError: ``kind`` is ``chat`` and the tokenizer has no chat template.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, kind: Literal["auto", "chat", "dialogue", "instruction"] = "auto"
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, kind: Kind = "auto", today: str | None = None) -> None:
         self._tokenizer = tokenizer
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if kind == "chat" and not has_template:
             raise DataError(
                 'template = "chat", but the tokenizer has no chat template; use "dialogue" or "auto"'
             )
-        self.chat = has_template and kind in ("auto", "chat")
+        self.chat = has_template and kind in ("auto", "chat", "rendered")
+        self._kind, self._has_template = kind, has_template
         self._plain = _instruction_of if kind == "instruction" else dialogue
+        self._clock = {} if today is None else {"strftime_now": datetime.fromisoformat(today).strftime}
+
+    @cached_property
+    def mark(self) -> Callable[[str], str]:
+        """:func:`text_of` of the tokenizer."""
+        return text_of(self._tokenizer)
+
+    @cached_property
+    def _start(self) -> list[int]:
+        return start_tokens(self._tokenizer)
 
     def prompt(self, prompt: Prompt) -> str:
         """Return the text before the response.
@@ -90,35 +158,114 @@ class Template:
         Raises:
             RowError: the template rejects the conversation.
         """
+        return self._prompt(self.formed(prompt)).replace(MARK, "")
+
+    def _prompt(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
-            return prompt
-        return self._render(prompt, generate=True) if self.chat else self._plain(prompt)
+            return self._text(prompt)
+        return self._render(prompt, generate=True) if self.chat else self._plain(self._marked(prompt))
 
     def pair(self, prompt: Prompt, chosen: str, rejected: str) -> tuple[str, str, str]:
-        """Return the texts of a prompt and of two responses that continue it."""
-        start = self.prompt(prompt)
-        if isinstance(prompt, str):
-            return start, chosen, rejected
-        return start, self._response(prompt, start, chosen), self._response(prompt, start, rejected)
+        """Return the texts of a prompt and of two responses that continue it, as :meth:`render`."""
+        start, first, second = (text.replace(MARK, "") for text in self.render(prompt, chosen, rejected)[:3])
+        return start, first, second
 
-    def _response(self, prompt: tuple[Message, ...], start: str, response: str) -> str:
+    def render(self, prompt: Prompt, chosen: str, rejected: str) -> Rendered:
+        """Render a prompt and two responses that continue it, with marks.
+
+        Raises:
+            RowError: the template rejects the conversation.
+        """
+        prompt = self.formed(prompt)
+        start, notes = self._prompt(prompt), set[Note]()
+        if isinstance(prompt, str):
+            first, second = (self._ended(self._text(text)) for text in (chosen, rejected))
+            notes.update(self._notes(prompt, chosen, rejected))
+        else:
+            first, second = (self._response(prompt, start, text, notes) for text in (chosen, rejected))
+        if MARK in start or MARK in first or MARK in second:
+            notes.add("control")
+        return Rendered(start, first, second, frozenset(notes))
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, including special tokens.
+
+        Raises:
+            RowError: the template rejects the conversation.
+        """
+        (ids,) = token_ids(self._tokenizer, [self._prompt(self.formed(prompt))])
+        head, rest = self.split_start(prompt, ids)
+        return [*head, *rest]
+
+    def split_start(self, prompt: Prompt, ids: list[int]) -> tuple[list[int], list[int]]:
+        """Return the special tokens before a prompt with the given ids, and the ids after them.
+
+        They are those of the chat template for a conversation, otherwise those that the tokenizer adds; a
+        prompt is never empty.
+        """
+        tokenizer = self._tokenizer
+        start = [] if self.chat and not isinstance(self.formed(prompt), str) else self._start
+        if start and ids[: len(start)] == start:
+            return start, ids[len(start) :]
+        if ids[:1] == [tokenizer.bos_token_id]:
+            return ids[:1], ids[1:]
+        if not start and not ids:
+            end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
+            return [token for token in (begin, end) if token is not None][:1], []
+        return start, ids
+
+    def formed(self, prompt: Prompt) -> Prompt:
+        """Return a prompt as the turns that it is rendered as, or the text that is used unchanged."""
+        return (Message("user", prompt),) if self._kind == "chat" and isinstance(prompt, str) else prompt
+
+    def _text(self, text: str) -> str:
+        return text if self._kind == "rendered" else self.mark(text)
+
+    def _ended(self, response: str) -> str:
+        """Remove blanks after the end-of-text token of a rendered response."""
+        end, text = getattr(self._tokenizer, "eos_token", None), response.rstrip()
+        return text if self._kind == "rendered" and end and text.endswith(end) else response
+
+    def _marked(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(Message(turn.role, self.mark(turn.content)) for turn in messages)
+
+    def _notes(self, prompt: str, *responses: str) -> Iterator[Note]:
+        """Yield what is unusual about a text prompt."""
+        if self._kind == "rendered" or not prompt:
+            return
+        if self._has_template and self._kind == "auto" and not prompt.endswith("\n\nAssistant:"):
+            yield "plain"
+        if _ENDS_WORD.search(prompt) and all(text[:1].isalnum() for text in responses if text):
+            yield "glued"
+
+    def _response(self, prompt: tuple[Message, ...], start: str, response: str, notes: set[Note]) -> str:
         if not response:
             return response
         if self.chat:
             whole = self._render((*prompt, Message("assistant", response)), generate=False)
-            # Some templates change earlier turns if there is a response, which is then used unchanged.
-            return whole[len(start) :].rstrip() if whole.startswith(start) else response
+            if whole.startswith(start):
+                return whole[len(start) :].rstrip()
+            # Some templates change earlier turns if there is a response.
+            notes.add("unlike")
+            return self.mark(response)
+        response = self.mark(response)
         return response if response[:1].isspace() else " " + response
 
     def _render(self, messages: tuple[Message, ...], *, generate: bool) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                plain_prompt(messages), tokenize=False, add_generation_prompt=generate
+                plain_prompt(self._marked(messages)),
+                tokenize=False,
+                add_generation_prompt=generate,
+                **self._clock,
             )
         except Exception as error:  # errors of jinja, and of the template itself
             raise RowError(f"the tokenizer's chat template rejects this conversation: {error}") from error
         assert isinstance(text, str)
         return text
+
+
+_ENDS_WORD = re.compile(r"[\w.?!:;,)\"']\Z")
 
 
 def start_tokens(tokenizer: Tokenizer) -> list[int]:
@@ -138,14 +285,16 @@ class Encoded:
     Attributes:
         prompt: with the beginning-of-text token if the tokenizer adds one.
         branches: the two continuations of the prompt; for a thumb, one of them is empty.
-        cut: the beginning of the prompt was truncated.
+        cut: the beginning of the prompt, or of its turns, was truncated.
         shortened: the end of a response was truncated.
+        notes: what to report about it.
     """
 
     prompt: list[int]
     branches: tuple[list[int], list[int]]
     cut: bool = False
     shortened: bool = False
+    notes: frozenset[Note] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -181,18 +330,32 @@ class Encoder(Protocol):
 
 
 def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of each text, without special tokens."""
+    """Return the token ids of each text, without special tokens. Parts between marks are concatenated."""
     if not texts:
         return []
+    parts = [text.split(MARK) for text in texts]
     tokens = tokenizer(
-        list(texts),
+        [first for first, *_ in parts],
         add_special_tokens=False,
         return_attention_mask=False,
         padding=False,
         truncation=False,
         verbose=False,
     )["input_ids"]
-    return [list(ids) for ids in tokens]
+    whole = [list(ids) for ids in tokens]
+    for ids, (_, *rest) in zip(whole, parts, strict=True):
+        if rest:
+            ids += _joined_ids(tokenizer, rest)
+    return whole
+
+
+def _joined_ids(tokenizer: Tokenizer, parts: Sequence[str]) -> list[int]:
+    """Return the token ids of parts of a text, without the spaces that a tokenizer puts before texts."""
+    joining = _without_blank(getattr(tokenizer, "backend_tokenizer", None))
+    if joining is None:
+        return [token for ids in token_ids(tokenizer, parts) for token in ids]
+    encoded = joining.encode_batch(list(parts), add_special_tokens=False)
+    return [token for each in encoded for token in each.ids]
 
 
 def continuation_ids(tokenizer: Tokenizer, starts: Sequence[str], texts: Sequence[str]) -> list[list[int]]:
@@ -202,15 +365,13 @@ def continuation_ids(tokenizer: Tokenizer, starts: Sequence[str], texts: Sequenc
     Llama 2 does, they are the ids of start and text together, without those of the start. If one token would
     span both, the text is tokenised by itself, without the space.
     """
-    joining = _without_blank(getattr(tokenizer, "backend_tokenizer", None))
-    if joining is None or not texts:
+    if _without_blank(getattr(tokenizer, "backend_tokenizer", None)) is None or not texts:
         return token_ids(tokenizer, texts)
     together = [start + text for start, text in zip(starts, texts, strict=True)]
     before, whole = token_ids(tokenizer, starts), token_ids(tokenizer, together)
-    alone = joining.encode_batch(list(texts), add_special_tokens=False)
     return [
-        ids[len(start) :] if ids[: len(start)] == start else list(own.ids)
-        for start, ids, own in zip(before, whole, alone, strict=True)
+        ids[len(start) :] if ids[: len(start)] == start else _joined_ids(tokenizer, text.split(MARK))
+        for start, ids, text in zip(before, whole, texts, strict=True)
     ]
 
 
@@ -273,8 +434,9 @@ class PolicyEncoder:
     """Encode pairs and thumbs for a policy: a prompt, the chosen and the rejected response.
 
     The prompt and its responses are tokenised separately, see :func:`continuation_ids`. Each response ends
-    with the end-of-text token; the absent response of a thumb has no tokens. A long prompt is truncated at
-    its beginning but keeps its beginning-of-text token.
+    with the end-of-text token; the absent response of a thumb has no tokens. A long conversation loses its
+    oldest turns, then the beginning of its last one, but keeps its system turn; any other long prompt is
+    truncated at its beginning, but keeps its beginning-of-text token.
 
     Args:
         max_length: maximum number of tokens of the prompt with the longer response.
@@ -303,37 +465,38 @@ class PolicyEncoder:
         self.max_length, self._shortens = max_length, shortens
         self.refuses = too_long == "error"
         self._end: int = tokenizer.eos_token_id
-        self._start = start_tokens(tokenizer)
-        self._empty = self._end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
     def encode(self, records: Sequence[Record]) -> list[Outcome]:
         """Encode each record; see :class:`Encoder`."""
-        texts: list[tuple[str, str, str]] = []
+        texts: list[Rendered] = []
         refused: dict[int, RowError] = {}
         for k, record in enumerate(records):
             try:
-                texts.append(self._template.pair(record.prompt, record.chosen, record.rejected))
+                texts.append(self._template.render(record.prompt, record.chosen, record.rejected))
             except RowError as error:
                 refused[k] = error
-        tokens = iter(triple_ids(self._tokenizer, texts))
-        return [
-            refused[k] if k in refused else self._fit(record, *next(tokens))
-            for k, record in enumerate(records)
-        ]
+        tokens = zip(texts, triple_ids(self._tokenizer, [text[:3] for text in texts]), strict=True)
+        outcomes: list[Outcome] = []
+        for k, record in enumerate(records):
+            try:
+                outcomes.append(refused[k] if k in refused else self._fit(record, *next(tokens)))
+            except RowError as error:  # of a shorter conversation
+                outcomes.append(error)
+        return outcomes
 
     def _fit(
-        self, record: Record, prompt: list[int], chosen: list[int], rejected: list[int]
+        self, record: Record, texts: Rendered, tokens: tuple[list[int], list[int], list[int]]
     ) -> Encoded | TooLong | None:
         """Add special tokens and truncate to ``max_length``."""
-        head: list[int] = [] if self._template.chat and not isinstance(record.prompt, str) else self._start
-        if not head and prompt[:1] == [self._tokenizer.bos_token_id]:
-            head, prompt = prompt[:1], prompt[1:]
-        if not head and not prompt:
-            head = [self._empty]
+        prompt, chosen, rejected = tokens
+        head, prompt = self._template.split_start(record.prompt, prompt)
         chosen, rejected = (
             ids if not text or ids[-1:] == [self._end] else [*ids, self._end]
             for text, ids in ((record.chosen, chosen), (record.rejected, rejected))
         )
+        notes = texts.notes
+        if any(self._end in ids[:-1] for ids in (chosen, rejected)):
+            notes |= {"ends"}
         most, longest = self.max_length - 1, max(len(chosen), len(rejected))
         shortened = self._shortens and longest > most
         if shortened:
@@ -347,8 +510,41 @@ class PolicyEncoder:
             return TooLong(
                 f"{which} has {longest} tokens, but max_length is {self.max_length}", needed=longest + 1
             )
-        cut = len(head) + len(prompt) > room
-        if cut:
-            head = head[:room]
-            prompt = prompt[len(prompt) - (room - len(head)) :]
-        return Encoded([*head, *prompt], (chosen, rejected), cut, shortened)
+        cut, prompt = len(head) + len(prompt) > room, [*head, *prompt]
+        if cut and not isinstance(record.prompt, str):
+            shorter = self._shorter(record.prompt, room)
+            if isinstance(shorter, int):
+                return TooLong(
+                    f"the shortest prompt with its system turn has {shorter} tokens, and the longer response "
+                    f"{longest}, but max_length is {self.max_length}",
+                    needed=shorter + longest,
+                )
+            prompt = shorter
+        elif cut:
+            kept = min(len(head), room)
+            prompt = [*head[:kept], *prompt[len(prompt) - (room - kept) :]]
+        return Encoded(prompt, (chosen, rejected), cut, shortened, notes)
+
+    def _shorter(self, prompt: tuple[Message, ...], room: int) -> list[int] | int:
+        """Encode a conversation without its oldest turns or, at last, the beginning of the last user turn.
+
+        Returns:
+            Up to ``room`` token ids; or, if it has more with a single character of that turn, their number.
+        """
+        system = prompt[: prompt[0].role == "system" and len(prompt) > 1]
+        users = [k for k, turn in enumerate(prompt) if turn.role == "user"] or [len(prompt) - 1]
+        shorter = [(*system, *prompt[k:]) for k in users if k > len(system)]
+        for messages in shorter:
+            if len(ids := self._ids_of(messages)) <= room:
+                return ids
+        last, *after = prompt[users[-1] :]
+
+        def ending(start: int) -> list[int]:
+            return self._ids_of((*system, replace(last, content=last.content[start:]), *after))
+
+        text = range(len(last.content) - 1)
+        ids = ending(bisect_left(text, True, key=lambda start: len(ending(start)) <= room))
+        return ids if len(ids) <= room else len(ids)
+
+    def _ids_of(self, messages: tuple[Message, ...]) -> list[int]:
+        return self._template.prompt_ids(messages)

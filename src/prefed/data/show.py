@@ -10,7 +10,7 @@ from prefed.core.strict_settings import StrictModel
 from prefed.data.build import make_encoder
 from prefed.data.config import DataConfig, SelectorConfig
 from prefed.data.dataset import FederatedDataset
-from prefed.data.encoding import Encoded, Template, Tokenizer, continuation_text
+from prefed.data.encoding import NOTES, Encoded, Template, Tokenizer, continuation_text
 from prefed.data.record import Record
 
 _UNLIMITED = 1 << 31
@@ -48,7 +48,7 @@ class ShownPair(StrictModel):
     Attributes:
         source: path of the file, or hub name with the split.
         row: number of the row in the source; the line number in a text file.
-        form: how the prompt was rendered.
+        form: how the prompt was rendered, and what is unusual about it.
         parts: the prompt, and what continues it.
     """
 
@@ -95,7 +95,7 @@ def first_pairs(
         rejected: the loss reads rejected responses.
     """
     unlimited = make_encoder(config.model_copy(update={"max_length": _UNLIMITED}), tokenizer, selector)
-    template, tokens = Template(tokenizer, config.template), dataset.tokens
+    template, tokens = Template(tokenizer, config.template, config.today), dataset.tokens
     special = {
         *getattr(tokenizer, "all_special_ids", ()),
         *(n for n, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special),
@@ -118,6 +118,8 @@ def first_pairs(
             )
             source, number = tokens.files[tokens.sources[row]], int(tokens.rows[row])
             form = "selector question" if tokens.letters else _form(record, template, config)
+            notes = sorted(whole.notes) if isinstance(whole, Encoded) else []
+            form = "; ".join([form, *(NOTES[note] for note in notes)])
             shown.append(ShownPair(source=source, row=number, form=form, parts=parts))
         clients.append(ShownClient(id=client.id, train=len(client.train), pairs=tuple(shown)))
     return clients
@@ -126,8 +128,8 @@ def first_pairs(
 def _form(record: Record, template: Template, config: DataConfig) -> str:
     if config.score == "whole":
         return "whole texts"
-    if isinstance(record.prompt, str):
-        return "plain text, unchanged"
+    if isinstance(template.formed(record.prompt), str):
+        return "rendered text" if config.template == "rendered" else "plain text, unchanged"
     if template.chat:
         return "chat template"
     return "dialogue form" if config.template == "auto" else f"{config.template} form"

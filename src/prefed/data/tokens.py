@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.core import files
-from prefed.data.encoding import Encoded, Encoder, TooLong
+from prefed.data.encoding import Encoded, Encoder, Note, TooLong
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Prompt, Record
 
@@ -223,6 +223,7 @@ class TokenWriter:
         shortest: smallest ``max_length`` that would fit one more pair; 0 if all fit.
         longest: smallest ``max_length`` that would fit all pairs; 0 if all fit.
         left_out: codes → number of dropped records.
+        notes: number of records with each :data:`~prefed.data.encoding.Note`.
         codes: one array of rows per code.
     """
 
@@ -246,6 +247,7 @@ class TokenWriter:
         self._files: dict[str, int] = {}
         self.truncated = self.shortened = self.identical = self.shortest = self.longest = 0
         self.left_out: Counter[tuple[int, ...]] = Counter()
+        self.notes: Counter[Note] = Counter()
         self.codes: tuple[array[int], ...] = tuple(array("i") for _ in range(codes))
 
     @property
@@ -289,6 +291,7 @@ class TokenWriter:
             else:
                 self.truncated += outcome.cut
                 self.shortened += outcome.shortened
+                self.notes.update(outcome.notes)
                 self._write(record, location, category, (outcome.prompt, *outcome.branches))
                 for column, code in zip(self.codes, codes, strict=True):
                     column.append(code)

@@ -252,6 +252,21 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return load_pretrained(AutoTokenizer, "[model] name", config.name, "tokenizer", revision=config.revision)
 
 
+def reads_clock(config: ModelConfig) -> bool:
+    """Return whether the chat template of a model contains today's date.
+
+    Raises:
+        ModelError: the tokenizer cannot be loaded.
+    """
+    folder = Path(config.name)
+    if folder.is_dir():
+        places = (folder / "tokenizer_config.json", *sorted(folder.rglob("*.jinja")))
+        texts = [path.read_text("utf-8", errors="replace") for path in places if path.is_file()]
+    else:
+        texts = [str(load_tokenizer(config).chat_template)]
+    return any("strftime_now" in text for text in texts)
+
+
 def load_causal(config: ModelConfig) -> Any:
     """Load the base model: weights in the dtype of :func:`with_dtype`, or linear layers in 4 bits.
 

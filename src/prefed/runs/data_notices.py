@@ -84,11 +84,45 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
     if findings.gone:
         who = pluralize(len(findings.gone), "client has", "clients have")
         warnings.append(f"{who} no training pairs left and cannot take part: {listed(findings.gone)}")
-    warnings += _names(findings)
+    more_notes, more_warnings = _encoding(counts)
+    notes += more_notes
+    warnings += more_warnings + _names(findings)
     single = [name for name in dataset.clients if dataset.sizes[name].train == 1]
     if single:
         who = pluralize(len(single), "client has", "clients have")
         warnings.append(f"{who} only one training pair: {listed(single)}")
+    return notes, warnings
+
+
+def _encoding(counts: RowCounts) -> tuple[list[str], list[str]]:
+    """Return notes and warnings on how texts are encoded, see :data:`prefed.data.encoding.Note`."""
+    notes, warnings = [], []
+    if counts.control:
+        warnings.append(
+            f"{pluralize(counts.control, 'row contains', 'rows contain')} control tokens of the tokenizer, "
+            "which are encoded as text: if a chat template has rendered these texts already, set [data] "
+            'template = "rendered"'
+        )
+    if counts.ends:
+        warnings.append(
+            f"{pluralize(counts.ends, 'row has', 'rows have')} an end-of-text token before the end of a "
+            "response: generation would stop there; remove it"
+        )
+    if counts.unlike:
+        warnings.append(
+            f"in {pluralize(counts.unlike, 'row', 'rows')}, the chat template renders the prompt differently "
+            "with a response: these responses are used without the template's end of the turn"
+        )
+    # Code may continue at any character.
+    glued = counts.glued if 2 * counts.glued > counts.rows else 0
+    blank = "no blank separates the prompt from its response"
+    if counts.plain:
+        texts = pluralize(counts.plain, "prompt is a text", "prompts are texts")
+        more = f", and {blank}" if glued else ""
+        remedy = '[data] template = "chat" renders them as user turns'
+        notes.append(f"{texts}, used without the model's chat template{more}: {remedy}")
+    elif glued:
+        notes.append(f"in {pluralize(glued, 'row', 'rows')}, {blank}: start responses with a space")
     return notes, warnings
 
 
@@ -168,6 +202,8 @@ def notices(experiment: Experiment, job: Job) -> tuple[list[str], list[str]]:
     sizes = here or list(job.weights.values())
     batch = experiment.method.settings.step_pairs()
     notes += precision_notes(experiment.model)
+    if today := experiment.data.today:
+        notes.append(f"the chat template contains the date, which stays {today} in this run ([data] today)")
     return notes, warnings + settings_warnings(experiment.data, batch, trainers.backbone.window, sizes)
 
 

@@ -185,7 +185,8 @@ class ModelSide:
 
     @cached_property
     def _template(self) -> Template:
-        return Template(self.backbone.tokenizer, self.run.experiment.data.template)
+        data = self.run.experiment.data
+        return Template(self.backbone.tokenizer, data.template, data.today)
 
 
 def responder(config: EndpointConfig) -> Endpoint:

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import date
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
@@ -27,7 +28,7 @@ from prefed.core.text import pluralize
 from prefed.core.wire import encode
 from prefed.data import DataMismatchError
 from prefed.engines import Job
-from prefed.models.pretrained import with_dtype, with_kernels
+from prefed.models.pretrained import reads_clock, with_dtype, with_kernels
 from prefed.runs.build import code_digests
 from prefed.runs.reference import NOT_CACHED
 from prefed.runs.summary import command
@@ -133,7 +134,7 @@ def settings_digest(config: Mapping[str, Any]) -> str:
 
 
 def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experiment:
-    """Fill in the defaults that depend on ``rounds``, or on this machine (dtype and kernels).
+    """Fill in the defaults that depend on ``rounds``, this machine (dtype and kernels) or the date.
 
     Values of ``stored`` take precedence, so that a run with raised ``rounds``, or on another machine, keeps
     its original values.
@@ -151,7 +152,11 @@ def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experime
     model = with_dtype(own.model_copy(update=kept))
     # A run that started on a CPU records no kernels.
     model = model if stored else with_kernels(model)
-    return experiment.model_copy(update={"method": method, "model": model})
+    data = experiment.data
+    if data.today is None and (stored.data.today if stored else reads_clock(own)):
+        today = stored.data.today if stored else date.today().isoformat()
+        data = data.model_copy(update={"today": today})
+    return experiment.model_copy(update={"method": method, "model": model, "data": data})
 
 
 def with_threads(experiment: Experiment, stored: Experiment | None) -> Experiment:

@@ -24,7 +24,7 @@ from pydantic import Field
 from prefed.core import Key, Tensors
 from prefed.core.strict_settings import StrictModel
 from prefed.data import Message, Pair, Prompt, Template
-from prefed.data.encoding import continuation_text, start_tokens
+from prefed.data.encoding import continuation_text
 from prefed.models import Backbone
 from prefed.models.tastes import tasting
 from prefed.train.packed import NAME as PACKED
@@ -101,10 +101,7 @@ def prompt_form(template: Template) -> Prompt | None:
 
 def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
     """Return the token ids of a prompt as in a run's data, including special tokens."""
-    ids: list[int] = list(tokenizer(template.prompt(prompt), add_special_tokens=False)["input_ids"])
-    if not (template.chat and not isinstance(prompt, str)) and ids[:1] != [tokenizer.bos_token_id]:
-        ids = [*start_tokens(tokenizer), *ids]
-    return ids or [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+    return template.prompt_ids(prompt)
 
 
 def room_for(backbone: Backbone, length: int, how: Sampling) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from prefed.data import Prompt, TokenSet
-from prefed.data.encoding import Template
+from prefed.data.encoding import MARK, SCORING_DATE, Template, token_ids
 from prefed.models import ModelError, load_pretrained
 from prefed.models.pretrained import placement
 from prefed.train.pair_cache import PairScoreCache, Rows, split_rows
@@ -69,28 +69,37 @@ class RewardModel:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.model.to(device).eval().requires_grad_(False)
-        self._template = Template(self.tokenizer)
-        places = getattr(self.model.config, "max_position_embeddings", None) or math.inf
-        self._limit = min(self.tokenizer.model_max_length, places)
+        self._template = Template(self.tokenizer, today=SCORING_DATE)
+        places = getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
+        self._limit = int(min(self.tokenizer.model_max_length, places))
 
     def encode(
         self, prompt: Prompt, chosen: str, rejected: str
     ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
         """Return the tokenizer's output for both responses, which may be empty."""
         whole = self._template.chat and not isinstance(prompt, str)
-        prompt, chosen, rejected = self._template.pair(prompt, chosen, rejected)
+        prompt, chosen, rejected, _ = self._template.render(prompt, chosen, rejected)
         return self._tokens(prompt, chosen, whole), self._tokens(prompt, rejected, whole)
 
     def _tokens(self, prompt: str, response: str, whole: bool) -> dict[str, list[int]]:
         # The chat template includes the special tokens.
-        texts = (prompt + response,) if whole else (prompt, response)
+        texts: tuple[str, ...] = (prompt + response,) if whole else (prompt, response)
         options: dict[str, Any] = {"add_special_tokens": not whole, "verbose": False}
+        if any(MARK in text for text in texts):  # a control token within a text
+            if whole:
+                (ids,) = token_ids(self.tokenizer, texts)
+                ids = ids[max(0, len(ids) - self._limit) :]
+                fill = {"attention_mask": 1, "token_type_ids": 0}
+                names = fill.keys() & {*self.tokenizer.model_input_names}
+                return {"input_ids": ids, **{name: [fill[name]] * len(ids) for name in names}}
+            texts = tuple(text.replace(MARK, "") for text in texts)
+            options["split_special_tokens"] = True
         encoded = self.tokenizer(*texts, **options)
         if len(encoded["input_ids"]) > self._limit:
             alone = len(self.tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"])
             fits = alone + self.tokenizer.num_special_tokens_to_add(pair=True) < self._limit
             side = "only_first" if whole or fits else "longest_first"
-            encoded = self.tokenizer(*texts, truncation=side, max_length=int(self._limit), **options)
+            encoded = self.tokenizer(*texts, truncation=side, max_length=self._limit, **options)
         return dict(encoded)
 
     @torch.inference_mode()

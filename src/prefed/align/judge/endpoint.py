@@ -188,7 +188,7 @@ class Endpoint:
         }
         # Not every server takes seeds. Another temperature would be another policy's.
         others = {"seed": None}
-        if template.chat and not isinstance(prompt, str):
+        if template.chat and not isinstance(prompt := template.formed(prompt), str):
             messages = [vars(message) for message in prompt]
             return self.chat(messages, options, {**others, "max_tokens": "max_completion_tokens"})
         return self.complete(template.prompt(prompt), options, others)

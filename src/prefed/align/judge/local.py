@@ -11,7 +11,8 @@ from prefed.align.judge.questions import JudgeError, Question, Verdict, blocks, 
 from prefed.config.align import JudgeOptions
 from prefed.core import Key
 from prefed.core.text import did_you_mean, listed
-from prefed.data import Record
+from prefed.data import Message, Record, Template
+from prefed.data.encoding import SCORING_DATE
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
 from prefed.models import ModelConfig, load_pretrained, make_backbone
 from prefed.models.pretrained import find_device, placement
@@ -64,12 +65,11 @@ class LocalJudge:
             yield self._template.verdict(answer)
 
     def _tokens(self, question: Question) -> list[int]:
-        tokenizer, text = self._backbone.tokenizer, self._template.render(question)
-        if not tokenizer.chat_template:
-            return list(tokenizer(self._template.bare.replace("{text}", text), verbose=False)["input_ids"])
-        turn = [{"role": "user", "content": text}]
-        whole = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
+        text = self._template.render(question)
+        template = Template(self._backbone.tokenizer, today=SCORING_DATE)
+        if template.chat:
+            return template.prompt_ids((Message("user", text),))
+        return template.prompt_ids(self._template.bare.replace("{text}", text))
 
 
 REWARD_KEY = "--judge reward"
