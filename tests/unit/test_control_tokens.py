@@ -149,7 +149,7 @@ def test_the_data_report_how_texts_are_encoded(tmp_path):
     auto = lines(CHATML)
     assert "5 rows contain control tokens of the tokenizer, which are encoded as text" in auto
     assert "5 prompts are texts, used without the model's chat template, and no blank separates" in auto
-    assert '[data] template = "chat" makes them user turns' in auto
+    assert '[data] template = "chat" renders them as user turns' in auto
     assert "in 5 rows, no blank separates the prompt from its response" in lines(None)
     assert "5 rows have an end-of-text token before the end of a response" in lines(
         CHATML, template="rendered"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,8 @@ from prefed.models.tastes import tasting
 from prefed.train.packed import NAME as PACKED
 from prefed.train.padded import PaddedForward
 
+_CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24) else "past_key_values"
+"""The argument of ``generate`` with a cache."""
 _USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
 
@@ -243,8 +246,8 @@ def complete_batch(
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=settings,
-            past_key_values=cache,
             logits_processor=_processors(how, keys),
+            **{_CACHE: cache},
         )
     return [_until_end(row, ends) for row in output[:, length:].tolist()]
 

@@ -291,7 +291,9 @@ Kernel = Callable[
 ]
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "dropout", "is_causal"}
 """Arguments that change no packed attention."""
-_NOT_FOR_ATTENTION = frozenset({"past_key_values", "attention_mask", "encoder_attention_mask", "use_cache"})
+_NOT_FOR_ATTENTION = frozenset(
+    {"cache", "past_key_values", "attention_mask", "encoder_attention_mask", "use_cache"}
+)
 
 
 def _attention(
