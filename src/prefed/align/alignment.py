@@ -201,7 +201,7 @@ class Alignment:
     @cached_property
     def template(self) -> Template:
         """The template for prompts to the policy."""
-        return Template(self.policy.tokenizer, self.data.template, self.data.today)
+        return Template.of(self.policy.tokenizer, self.data)
 
 
 def cache(alignment: Alignment) -> Path:
@@ -221,7 +221,7 @@ def write_pairs(alignment: Alignment, backbone: Backbone, records: Iterable[Reco
     data, tokenizer = alignment.data, backbone.tokenizer
     encoder = PolicyEncoder(
         tokenizer,
-        Template(tokenizer, data.template, data.today),
+        Template.of(tokenizer, data),
         max_length=longest_input(backbone, data.max_length),
         too_long="drop",
     )

@@ -108,7 +108,7 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer, selector: SelectorCon
         return ChoiceEncoder(tokenizer, selector, max_length=config.max_length)
     return PolicyEncoder(
         tokenizer,
-        Template(tokenizer, config.template, config.today),
+        Template.of(tokenizer, config),
         max_length=config.max_length,
         too_long=config.too_long,
         shortens=config.score == "whole",

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from prefed.data.errors import DataError, RowError
 from prefed.data.record import Message, Prompt, Record, plain_prompt
+
+if TYPE_CHECKING:
+    from prefed.data.config import DataConfig
 
 
 class Tokenizer(Protocol):
@@ -142,6 +145,11 @@ class Template:
         self._kind, self._has_template = kind, has_template
         self._plain = _instruction_of if kind == "instruction" else dialogue
         self._clock = {} if today is None else {"strftime_now": datetime.fromisoformat(today).strftime}
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, config: DataConfig) -> Template:
+        """Return the template that the ``[data]`` table asks for."""
+        return cls(tokenizer, config.template, config.today)
 
     @cached_property
     def mark(self) -> Callable[[str], str]:

@@ -95,7 +95,7 @@ def first_pairs(
         rejected: the loss reads rejected responses.
     """
     unlimited = make_encoder(config.model_copy(update={"max_length": _UNLIMITED}), tokenizer, selector)
-    template, tokens = Template(tokenizer, config.template, config.today), dataset.tokens
+    template, tokens = Template.of(tokenizer, config), dataset.tokens
     special = {
         *getattr(tokenizer, "all_special_ids", ()),
         *(n for n, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special),

@@ -226,7 +226,7 @@ def writes_text(experiment: Experiment, tokenizer: Any) -> bool:
         return False
     if experiment.evaluate.text is not None:
         return experiment.evaluate.text > 0
-    return Template(tokenizer, experiment.data.template).chat
+    return Template.of(tokenizer, experiment.data).chat
 
 
 def _count(experiment: Experiment, job: Job) -> int:
@@ -300,7 +300,7 @@ def _of_report(experiment: Experiment, job: Job, how: Sampling, *, own: bool) ->
     assert experiment.report is not None
     trainers = cast(PairTrainerFactory, job.trainers)
     backbone, dataset, clients = trainers.backbone, trainers.dataset, _clients(experiment.report, job)
-    template = Template(backbone.tokenizer, experiment.data.template)
+    template = Template.of(backbone.tokenizer, experiment.data)
     like = dataset.tokens.record(0).prompt if dataset.has_pairs else prompt_form(template)
     found = []
     for text in experiment.report.prompts:

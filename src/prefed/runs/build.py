@@ -168,7 +168,7 @@ def _format(experiment: Experiment, backbone: Backbone) -> tuple[Any, Template, 
     """Return the tokenizer, the template, and the maximum number of tokens of the model or the data."""
     data, tokenizer = experiment.data, backbone.tokenizer
     most = min(data.max_length, backbone.window or data.max_length)
-    return tokenizer, Template(tokenizer, data.template, data.today), most
+    return tokenizer, Template.of(tokenizer, data), most
 
 
 _KEYS = {

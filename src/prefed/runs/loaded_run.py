@@ -122,7 +122,7 @@ class LoadedRun:
             with suppress(DataError):
                 for record, _ in read_records(source, config, role, name, errors, ReadCounts()):
                     return record.prompt
-        form = prompt_form(Template(self.backbone.tokenizer, config.template, config.today))
+        form = prompt_form(Template.of(self.backbone.tokenizer, config))
         how = "become user turns of the chat template" if form else "are used unchanged"
         _log.warning("%s: the pairs of the run are not on this machine: prompts %s", self.record.path, how)
         return form

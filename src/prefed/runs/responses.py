@@ -185,8 +185,7 @@ class ModelSide:
 
     @cached_property
     def _template(self) -> Template:
-        data = self.run.experiment.data
-        return Template(self.backbone.tokenizer, data.template, data.today)
+        return Template.of(self.backbone.tokenizer, self.run.experiment.data)
 
 
 def responder(config: EndpointConfig) -> Endpoint:
