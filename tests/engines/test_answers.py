@@ -97,7 +97,9 @@ def test_a_diverged_model_is_still_evaluated():
     job = toy.build(toy.text())
     names = ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy")
     figures = {**dict.fromkeys((*names, "shared_accuracy"), 0.5), "dpo_loss": float("inf"), "not_finite": 1}
-    figures |= dict.fromkeys(("margin", "chosen_shift", "rejected_shift"), float("-inf"))
+    figures |= dict.fromkeys(
+        ("margin", "chosen_shift", "rejected_shift", "chosen_shift_error"), float("-inf")
+    )
     read, reason = read_figures(job, json.dumps(figures).encode(), BAD)
     assert not reason
     assert str([read["margin"], read["dpo_loss"], read["not_finite"]]) == "[nan, nan, 1.0]"

@@ -136,7 +136,7 @@ def test_what_a_client_may_report(place, tmp_path):
     job = load_run(tmp_path / "run", data=True).job
     half = dict.fromkeys(("preference_accuracy", "reward_accuracy", "baseline_accuracy", "margin"), 0.5)
     thumbs, pairs = half | {"kto_loss": 0.5}, half | {"normalized_accuracy": 0.5, "dpo_loss": 0.7}
-    pairs |= {"chosen_shift": 0.1, "rejected_shift": -0.1}
+    pairs |= {"chosen_shift": 0.1, "rejected_shift": -0.1, "chosen_shift_error": 0.1}
 
     def reason(figures, job=job):
         return read_figures(job, json.dumps(figures).encode(), "left")[1]
@@ -148,7 +148,7 @@ def test_what_a_client_may_report(place, tmp_path):
     )
     assert "does not expect: reward_up" in reason(pairs | {"reward_up": 0.5})
     assert "not finite" in reason(thumbs | {"reward_up": float("nan")})
-    assert "expects: chosen_shift, dpo_loss, normalized_accuracy" in reason(
+    assert "expects: chosen_shift, chosen_shift_error, dpo_loss, normalized_accuracy" in reason(
         thumbs, replace(job, thumbs=False)
     )
 

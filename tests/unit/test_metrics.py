@@ -20,7 +20,7 @@ from prefed.train.metrics import (
 
 ALL = (
     "preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy", "margin",
-    "chosen_shift", "rejected_shift", "dpo_loss",
+    "chosen_shift", "rejected_shift", "chosen_shift_error", "dpo_loss",
     "combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin",
 )  # fmt: skip
 """What ``client_metrics`` gives of a model with a reward head."""
@@ -75,6 +75,8 @@ def test_four_pairs_by_hand():
     assert figures["margin"] == 1.0
     # Chosen responses gained 0, 1, 0 and 1, rejected ones 0, −1, 1 and −2.
     assert (figures["chosen_shift"], figures["rejected_shift"]) == (0.5, -0.5)
+    # Four squares of ±0.5 over 3 · 4.
+    assert figures["chosen_shift_error"] == pytest.approx(math.sqrt(4 * 0.25 / 12))
     losses = [math.log(1 + math.exp(-0.5 * delta)) for delta in (0, 2, -1, 3)]
     assert figures["dpo_loss"] == pytest.approx(sum(losses) / 4, rel=1e-12)
 

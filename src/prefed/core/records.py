@@ -209,6 +209,7 @@ class Summary(TypedDict):
     margin: NotRequired[float | None]
     chosen_shift: NotRequired[float | None]
     rejected_shift: NotRequired[float | None]
+    chosen_shift_error: NotRequired[float | None]
     explicit_margin: NotRequired[float | None]
     dpo_loss: NotRequired[float | None]
     choice_loss: NotRequired[float | None]

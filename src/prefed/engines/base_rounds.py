@@ -23,13 +23,16 @@ from prefed.privacy.accountant import require
 from prefed.store import RunWriter
 from prefed.train.metrics import (
     MEAN_METRICS,
+    SHIFT_ERROR,
     SHIFT_METRICS,
     FederatedMetric,
     broken_text,
     collapse_warning,
     divergence_warning,
+    error_of_mean,
     federated_metrics,
     not_finite_counts,
+    shift_warning,
     text_warning,
 )
 
@@ -271,6 +274,8 @@ class Course(ABC):
             return Evaluated(None)
         evaluation: dict[str, Any] = {name: metrics[name] for name in metrics if name not in MEAN_METRICS}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
+        if SHIFT_ERROR in metrics:
+            evaluation[SHIFT_ERROR] = error_of_mean(metrics[SHIFT_ERROR])
         if unseen:
             steps = {name: unseen[name] for name in job.newcomer_figures}
             evaluation["unseen_accuracy"] = steps
@@ -289,10 +294,13 @@ class Course(ABC):
         standing = self._judge(publish, number, metrics, healthy=not text or not broken_text(text))
         if text is None and standing is not None and standing.stopped:
             text = self._text(server, publish, number, last=True)
+        last: Mapping[str, Any] = self.writer.last or {}
+        before = last.get("evaluation", {})
+        if warning := shift_warning(evaluation, before):
+            self.warn(number, warning)
         if text is not None:
             evaluation["text"] = text
-            last: Mapping[str, Any] = self.writer.last or {}
-            if warning := text_warning(text, last.get("evaluation", {}).get("text")):
+            if warning := text_warning(text, before.get("text")):
                 self.warn(number, warning)
         return Evaluated(evaluation, standing)
 

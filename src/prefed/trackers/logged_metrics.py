@@ -12,7 +12,7 @@ OVER_CLIENTS = ("mean", "worst", "worst_decile")
 """Statistics of a metric over clients that are logged."""
 SUMMARY = (
     *("margin", "dpo_loss", "choice_loss", "explicit_margin", "loss", "gradient_norm", "paper_gap"),
-    *("chosen_shift", "rejected_shift", "kto_loss", "reward_up", "reward_down"),
+    *("chosen_shift", "rejected_shift", "chosen_shift_error", "kto_loss", "reward_up", "reward_down"),
     *("time", "seconds", "peak_memory_mb", "dropped"),
 )
 """Numbers of ``summary.json`` that are logged."""

@@ -12,7 +12,9 @@ import numpy as np
 from prefed.core import Privacy
 from prefed.core.records import FederatedMetric
 from prefed.core.text import pluralize
-from prefed.train.metrics.pairs import LOWER_IS_BETTER
+from prefed.train.metrics.intervals import Z
+from prefed.train.metrics.pairs import LOWER_IS_BETTER, SHIFT_ERROR
+from prefed.train.metrics.text import TEXT_REMEDY
 
 
 def federated_metric(
@@ -167,6 +169,43 @@ def divergence_warning(broken: Mapping[str, int], pairs: Mapping[str, int]) -> s
     more = f", as have {len(broken) - 1:,} more" if broken.keys() - {first} else ""
     start = f"{broken[first]} of {pairs[first]} pairs of client {first!r}"
     return f"{start} have no finite log-probability{more}; lower method.lr"
+
+
+def error_of_mean(errors: FederatedMetric) -> float:
+    """Return the standard error of a mean over clients, from each client's standard error.
+
+    >>> error_of_mean(federated_metric({"a": 3.0, "b": 4.0}))
+    2.5
+    """
+    each = errors["per_client"].values()
+    return math.sqrt(math.fsum(error**2 for error in each)) / len(each)
+
+
+def shift_warning(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Return the warning about chosen responses that have become less likely beyond noise, or ``""``.
+
+    Args:
+        evaluation: metrics of a round.
+        before: metrics of the previous round, of which the warning is not repeated; may be empty.
+
+    >>> shift_warning({"chosen_shift": -4.2, "chosen_shift_error": 0.5}, {})[:70]
+    'training makes even the chosen responses less likely: their log-probabi'
+    >>> shift_warning({"chosen_shift": -4.2, "chosen_shift_error": 2.5}, {})
+    ''
+    """
+    if not _falls(evaluation) or _falls(before):
+        return ""
+    shift = evaluation["chosen_shift"]
+    return (
+        f"training makes even the chosen responses less likely: their log-probability is {shift:+.1f} nats "
+        f"from the base model's, so the text may break; {TEXT_REMEDY}"
+    )
+
+
+def _falls(evaluation: Mapping[str, Any]) -> bool:
+    """Whether the 95% interval of the chosen shift is below 0."""
+    shift, error = evaluation.get("chosen_shift"), evaluation.get(SHIFT_ERROR)
+    return shift is not None and error is not None and shift + Z * error < 0
 
 
 def flat_loss_warning(losses: Sequence[float | None]) -> str:

@@ -10,6 +10,8 @@ from statistics import NormalDist, fmean, stdev
 
 CONFIDENCE = 0.95
 """Level of all intervals."""
+Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+"""Half the width of an interval of a normal distribution, in standard deviations."""
 
 
 def seed_interval(
@@ -51,7 +53,7 @@ def wilson_interval(share: float, pairs: float) -> tuple[float, float]:
     >>> round(low, 3), round(high, 3)
     (0.15, 0.85)
     """
-    z2 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) ** 2
+    z2 = Z**2
     middle, scale = share + z2 / (2 * pairs), 1 + z2 / pairs
     half = math.sqrt(z2 * (share * (1 - share) / pairs + z2 / (4 * pairs**2)))
     # For a share of 0 or 1 one end is the share itself, which rounding may miss on either side.

@@ -26,13 +26,18 @@ ACCURACY_METRICS = (
 """Metrics that are shares of a client's pairs. Runs record them per client."""
 SHIFT_METRICS = ("chosen_shift", "rejected_shift")
 """Gains in log-probability over the base model: if that of chosen responses falls below 0, text may break."""
-MEAN_METRICS = ("margin", *SHIFT_METRICS, "explicit_margin", "dpo_loss", "choice_loss", *THUMB_METRICS)
+SHIFT_ERROR = "chosen_shift_error"
+"""Standard error of the chosen shift over pairs; for several clients, of the mean over them."""
+MEAN_METRICS = (
+    *("margin", *SHIFT_METRICS, SHIFT_ERROR, "explicit_margin", "dpo_loss", "choice_loss"),
+    *THUMB_METRICS,
+)
 """All other metrics. Runs record only their mean over clients."""
 REWARD_METRICS = ("combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin")
 """Metrics of models with an explicit reward head only."""
 CHOICE_METRICS = ("majority_accuracy", "choice_loss")
 """Metrics of selectors only; the first requires several selectors."""
-POLICY_METRICS = ("normalized_accuracy", *SHIFT_METRICS, "dpo_loss")
+POLICY_METRICS = ("normalized_accuracy", *SHIFT_METRICS, SHIFT_ERROR, "dpo_loss")
 """Metrics of policies only, besides :data:`REWARD_METRICS`."""
 LOWER_IS_BETTER = frozenset({"dpo_loss", "choice_loss", "kto_loss"})
 """Metrics whose highest value is the worst."""
@@ -111,8 +116,9 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
         - ``normalized_accuracy``: as ``preference_accuracy``, with log-probabilities per token.
 
         Means over pairs: ``margin`` is Δ_ir in nats, ``chosen_shift`` and ``rejected_shift`` are its two
-            terms log π_θ(y|x) − log π_ref(y|x), ``dpo_loss`` is −log σ(β Δ_ir). With a reward head also the
-            shares ``combined_accuracy`` (Δ_ir + weight · Δ_er > 0), ``explicit_accuracy`` (Δ_er > 0) and
+            terms log π_θ(y|x) − log π_ref(y|x), ``dpo_loss`` is −log σ(β Δ_ir). ``chosen_shift_error`` is
+            the standard error of ``chosen_shift``; of one pair, its absolute value. With a reward head also
+            the shares ``combined_accuracy`` (Δ_ir + weight · Δ_er > 0), ``explicit_accuracy`` (Δ_er > 0) and
             ``agreement`` (margins of equal sign), and the mean ``explicit_margin`` (Δ_er).
 
         Ties, and pairs whose log-probability under π_θ is not finite, count as wrong. ``not_finite`` is the
@@ -150,8 +156,21 @@ def client_metrics(scores: PairScores, beta: float, weight: float = 1.0) -> dict
             "explicit_margin": explicit,
         }
     means = {name: float(values.mean()) for name, values in metrics.items()}
+    means[SHIFT_ERROR] = _standard_error(gain[:, 0])
     broken = float((~finite).sum())
     return means | ({"not_finite": broken} if broken else {})
+
+
+def _standard_error(values: npt.NDArray[np.float64]) -> float:
+    """Return the standard error of the mean of n values; for one value, its absolute value.
+
+    >>> _standard_error(np.array([1.0, 3.0])), _standard_error(np.array([-2.0]))
+    (1.0, 2.0)
+    """
+    if len(values) == 1:
+        return abs(float(values[0]))
+    with np.errstate(invalid="ignore"):
+        return float(values.std(ddof=1) / np.sqrt(len(values)))
 
 
 @dataclass(frozen=True)

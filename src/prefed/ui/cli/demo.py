@@ -66,7 +66,7 @@ CHAT = {
     "training": "lr = 3e-3\nlocal_steps = 5\nbatch_size = 4",
 }
 OBJECTIVE = (
-    'objective = "orpo"                      # also imitates the chosen responses, so styles appear early'
+    'objective = "rpo"                       # also imitates the chosen responses, so text stays whole'
 )
 
 

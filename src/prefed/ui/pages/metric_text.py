@@ -16,6 +16,7 @@ NUMBERS = {
     "chosen_shift": "mean gain in log-probability of chosen responses over the base model, in nats. If it "
     "falls below 0, answers may loop or become nonsense, whatever the accuracies say.",
     "rejected_shift": "the same of rejected responses.",
+    "chosen_shift_error": "standard error of the chosen shift over pairs, of its mean over clients.",
     "explicit_margin": "mean reward-head score of the chosen response minus that of the rejected response.",
     "dpo_loss": "mean DPO loss: −log σ(beta × margin).",
     "kto_loss": "mean KTO loss of thumbs, with equal weights.",

@@ -13,7 +13,7 @@ import numpy as np
 from prefed.core.text import duration, pluralize, size
 from prefed.runs.finished_run import RunRecord
 from prefed.runs.metrics import REWARD_MEANING, REWARDED
-from prefed.train.metrics import SHIFT_METRICS
+from prefed.train.metrics import SHIFT_ERROR, SHIFT_METRICS
 from prefed.ui.pages.chart_data import (
     ROUNDS,
     Axis,
@@ -294,13 +294,13 @@ def cost(run: RunRecord) -> Chart:
 
 def evaluated_metrics(run: RunRecord) -> list[str]:
     """Further metrics from evaluations on held-out pairs, such as ``margin``."""
-    measured = {name for record in run.rounds for name in record.get("evaluation", {})} - {*SHIFT_METRICS}
-    return [name for name in run.own_figures if name in measured]
+    measured = {name for record in run.rounds for name in record.get("evaluation", {})}
+    return [name for name in run.own_figures if name in measured - {*SHIFT_METRICS, SHIFT_ERROR}]
 
 
 def own_metrics(run: RunRecord) -> list[str]:
     """Metrics of the method and its merge rule that no other chart shows."""
-    shown = {*OWN_CHARTS, *SHIFT_METRICS, *evaluated_metrics(run)}
+    shown = {*OWN_CHARTS, *SHIFT_METRICS, SHIFT_ERROR, *evaluated_metrics(run)}
     return [name for name in run.own_figures if name not in shown]
 
 
