@@ -106,6 +106,10 @@ LAYOUTS = {
         turns("u:1", "a:2", "u:Q"),
     ),
     "messages": ({"messages": chat("s:S", "u:Q"), **AB}, turns("s:S", "u:Q")),
+    "history in a CSV file": (
+        {"instruction": "Q", "input": "[]", "history": '[["1", "2"]]', **AB},
+        turns("u:1", "a:2", "u:Q"),
+    ),
     "ultrainteract": ({"task": "Coding", "trajectory": sharegpt("u:Q"), **AB}, turns("u:Q")),
     "axolotl": (
         {"system": "S", "instruction": "Q", "chosen_response": "a", "rejected_response": "b"},
@@ -164,6 +168,10 @@ LAYOUTS = {
         },
         "\n\nHuman: Q\n\nAssistant: ",
     ),
+    "ratings": (
+        {"system": "S", "question": "Q", "responses": ["b", "a"], "ratings": [1, 5]},
+        turns("s:S", "u:Q"),
+    ),
     "distilabel": ({"instruction": "Q", "generations": ["b", "a"], "ratings": [1, 5]}, turns("u:Q")),
     "oasst": ({"message_tree_id": "t", "prompt": TREE}, turns("u:Q")),
     "label-studio": (TASK, "Q"),
@@ -199,7 +207,15 @@ ADVISED = {
     "vote": ({"prompt": "Q", "winner": "output_2", **NUMBERED}, "winner", "Q"),
     "vote by number": ({"query": "Q", "choice": 2, **NUMBERED}, "choice", turns("u:Q")),
     "thumb": ({"question": "Q", "response": "a", "is_safe": True}, "is_safe", turns("u:Q")),
-    "thumb on a dialogue": ({"messages": chat("u:Q", "a:a"), "good": 1}, "good", turns("u:Q")),
+    "thumb on a dialogue": ({"messages": chat("u:Q", "a:a"), "good": True}, "good", turns("u:Q")),
+    "vote on models": (
+        {"input": "Q", "model_a_output": "b", "model_b_output": "a", "our_choice": "B"},
+        "our_choice",
+        turns("u:Q"),
+    ),
+    "another name": ({"Question": "Q", **AB}, "Question", turns("u:Q")),
+    "accepted": ({"input": "Q", "accepted": "a", "rejected": "b"}, "accepted", turns("u:Q")),
+    "suffix": ({"prompt": "Q", "text_chosen": "a", "text_rejected": "b"}, "text_chosen", "Q"),
 }
 
 
@@ -230,6 +246,10 @@ def test_what_an_error_advises_is_right_to_follow(read, row, named, prompt):
         (HH | {"question": "P"}, "question"),
         (HH | {"system": "S"}, "system"),
         ({"chosen": chat("u:Q", "a:a"), "rejected": chat("u:Q", "a:b"), "history": chat("u:1")}, "history"),
+        (
+            {"prompt": "Q", "context": "C", "chosen": chat("u:Q", "a:a"), "rejected": chat("u:Q", "a:b")},
+            "context",
+        ),
     ],
 )
 def test_what_no_setting_can_read_is_refused_unless_it_is_metadata(read, row, column):
@@ -271,6 +291,13 @@ def test_a_prompt_that_is_lost_is_refused(read, rows, words):
         read(*rows)
 
 
+def test_no_thumb_is_advised_for_a_number(read):
+    """An identifier may be 1."""
+    with pytest.raises(DataError, match="two responses to each prompt") as error:
+        read({"qid": 1, "question": "Q", "response": "a"})
+    assert "columns = {" not in str(error.value)
+
+
 def test_an_empty_prompt_is_read_where_it_is_asked_for(read):
     for settings in ({"columns": {"prompt": "prompt"}}, {"score": "whole"}):
         (record,), _ = read({"prompt": "", **AB}, **settings)
@@ -294,6 +321,8 @@ def test_a_tie_is_no_vote(read):
         ({"margin": -0.5}, True),
         ({"margin": 0}, False),
         ({"score_chosen": 2, "score_rejected": 3.5}, True),
+        ({"score_chosen": "10", "score_rejected": "9"}, False),
+        ({"rating_chosen": "9", "rating_rejected": "10"}, True),
         ({"chosen-rating": 3, "rejected-rating": 3}, False),
         ({"chosen_reward": -1.0, "rejected_reward": -2.0}, False),
         ({"chosen_rating": 1, "rejected_length": 9, "chosen_length": 3}, False),
@@ -368,6 +397,15 @@ def test_prompts_without_a_part_are_refused(tmp_path, row):
     source = Source(path=str(jsonl(tmp_path / "rows.jsonl", [row])))
     with pytest.raises(DataError, match=r"(context is not read|images changes).*--prompt-column NAME"):
         list(read_prompts(source, naming="--prompt-column NAME"))
+
+
+def test_named_columns_of_prompts_are_asked_for(tmp_path, caplog):
+    """Nothing is refused; what is not used is logged once, although the file is read twice."""
+    file = jsonl(tmp_path / "rows.jsonl", [{"q": "Q", "context": "C", "post": "P"}])
+    for _ in range(2):
+        (row,) = (row for row, _ in read_prompts(Source(path=str(file), columns={"prompt": "q"})))
+    assert (row.prompt, row.extra) == ("Q", {"context": "C", "post": "P"})
+    assert [record.getMessage() for record in caplog.records] == [f"{file}: columns not used: context"]
 
 
 def test_the_shared_cases(shared_cases):

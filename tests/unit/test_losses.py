@@ -341,12 +341,15 @@ def test_unknown_objective() -> None:
 
 
 def test_margins_that_cannot_serve() -> None:
-    """A missing margin is counted; a margin of 0 has no logarithm, but is fine as it is."""
+    """A missing margin is counted; 0 has no logarithm, but is fine as it is; less than 0 is not."""
     with pytest.raises(ValueError, match="1 of 2 pairs have no margin"):
         OBJECTIVES["odpo"](pairs([1.0, 1.0], [0.0, 0.0], margin=[1.0, math.nan]))
     level = pairs([1.0], [0.0], margin=[0.0])
     with pytest.raises(ValueError, match="log_margin"):
         OBJECTIVES["odpo"](level)
+    with pytest.raises(ValueError, match="rejected response is the better one") as error:
+        OBJECTIVES["odpo"](pairs([1.0], [0.0], margin=[-1.0]))
+    assert "log_margin" not in str(error.value)
     assert torch.equal(OBJECTIVES["odpo"](level, {"log_margin": 0})[0], OBJECTIVES["dpo"](level)[0])
 
 

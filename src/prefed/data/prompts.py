@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from prefed.core.text import listed
 from prefed.data.config import Columns, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Prompt, check_unicode
@@ -24,6 +27,8 @@ from prefed.data.sources.pairs import (
 )
 from prefed.data.sources.tracking import TrackedRow, peek
 from prefed.data.sources.unread import check_unread
+
+_log = logging.getLogger(__name__)
 
 RESPONSES = ("response", "completion", "output", "chosen")
 """Columns that may contain the response to a column ``prompt``, in order of precedence."""
@@ -70,26 +75,39 @@ def read_prompts(
         DataError: the source cannot be read or has no rows, or rows have no prompt; the message names them.
     """
     errors = ErrorCollector(hint=f"Give each row a prompt, or name the column of the prompt: {naming}.")
-    path, count = Path(source.path).expanduser(), 0
+    path, count, unread = Path(source.path).expanduser(), 0, dict[str, None]()
     form = None if source.columns else format_setting(source)
     others = None if usual == "auto" else get_format(usual)
     rows = _lines(path, source.encoding or encoding) if _is_text(path) else None
-    for row, location in rows or read_rows(source, encoding, "train", form or others, errors):
-        tracked, found = TrackedRow(row), list[PromptRow]()
-        with errors.at(location):
-            parsed = _parse(tracked, source.columns, form, others)
-            for each in parsed:
-                _check(each)
-            if source.columns is None and parsed:
-                seen = [each.prompt for each in parsed], [each.response or "" for each in parsed]
-                check_unread(tracked, *seen, remedy=f"name the columns of the prompt: {naming}")
-            found = parsed
-        for each in found:
-            yield each, location
-        count += bool(found)
+    remedy = f"name the columns of the prompt: {naming}"
+    try:
+        for plain, location in rows or read_rows(source, encoding, "train", form or others, errors):
+            row, found = TrackedRow(plain), list[PromptRow]()
+            with errors.at(location):
+                parsed = _parse(row, source.columns, form, others)
+                for each in parsed:
+                    _check(each)
+                if source.columns is not None:
+                    unread |= dict.fromkeys(name for name, _ in row.unread())
+                elif parsed:
+                    seen = [each.prompt for each in parsed], [each.response or "" for each in parsed]
+                    unread |= dict.fromkeys(check_unread(row, *seen, remedy=remedy))
+                found = parsed
+            for each in found:
+                yield each, location
+            count += bool(found)
+    finally:
+        _report_unread(source.path, tuple(name for name in unread if name not in POST_FIELDS))
     errors.raise_if_any()
     if not count:
         raise DataError(f"{source.path} contains no prompts")
+
+
+@cache
+def _report_unread(path: str, columns: tuple[str, ...]) -> None:
+    """Log the columns that were not used; once, although files are also read to check them."""
+    if columns:
+        _log.warning("%s: columns not used: %s", path, listed(columns, str, 12))
 
 
 def prompt_digests(source: Source) -> dict[str, str]:

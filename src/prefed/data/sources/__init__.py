@@ -18,11 +18,10 @@ from prefed.data.sources.pairs import (
     RawPair,
     contradicts,
     split_prompt,
-    usual_columns,
     value_at,
     whole_texts,
 )
-from prefed.data.sources.tracking import TrackedRow, peek
+from prefed.data.sources.tracking import TrackedRow
 from prefed.data.sources.unread import check_unread
 
 __all__ = [
@@ -119,7 +118,7 @@ def read_records(
             counts.unread |= dict.fromkeys(check_unread(row, *seen, ignored, given[0].columns))
             counts.contradicted += contradicts(row, records)
             if form.name == "pairs" and columns is None:
-                layouts.check(row, location)
+                layouts.check(given[0], location)
             prompts.add(form, given, records)
             usable = True
         if usable:
@@ -216,17 +215,16 @@ class _LayoutCheck:
     def __init__(self) -> None:
         self._first: dict[str, tuple[int, bool, bool]] = {}
 
-    def check(self, row: TrackedRow, location: RowLocation) -> None:
+    def check(self, pair: RawPair, location: RowLocation) -> None:
         """Check one row.
 
         Raises:
             RowError: only one of this row and the first row of the file has a column of prompts, or of system
                 messages.
         """
-        usual = usual_columns(row)
-        if not isinstance(peek(row, usual.chosen), str):
+        if pair.columns is None or not isinstance(pair.chosen, str):
             return
-        prompt, system = usual.prompt is not None, usual.system is not None
+        prompt, system = pair.columns.prompt is not None, pair.columns.system is not None
         number, *expected = self._first.setdefault(location.file, (location.row, prompt, system))
         if prompt != expected[0]:
             here, there = ("a", "no") if prompt else ("no", "a")
@@ -234,7 +232,7 @@ class _LayoutCheck:
                 f"this row has {here} prompt, but row {number} has {there} prompt; texts without a prompt "
                 "are read as whole dialogues, so give a prompt in all rows of a file or in none"
             )
-        if system != expected[1] and usual.prompt == "prompt":
+        if system != expected[1] and pair.columns.prompt == "prompt":
             here, there = ("a", "none") if system else ("no", "one")
             raise RowError(
                 f"this row has {here} system column, but row {number} has {there}; with it, a text "

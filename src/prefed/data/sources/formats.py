@@ -22,6 +22,7 @@ from prefed.data.sources.files import Row
 from prefed.data.sources.pairs import (
     RawPair,
     better_of,
+    different_parts,
     extra_columns,
     is_dialogue,
     list_at,
@@ -626,7 +627,7 @@ _ALL = (
         "facebook/community-alignment-dataset",
         "annotator_id first_turn_prompt first_turn_preferred_response",
     ),
-    Format("ratings", _ratings, detected_by="prompt responses ratings"),
+    Format("ratings", _ratings, detected_by="responses ratings"),
     Format("distilabel", partial(_ratings, column="generations"), detected_by="generations ratings"),
     Format("nectar", _ranked, "berkeley-nest/Nectar", "prompt answers num_responses"),
     Format(
@@ -722,9 +723,9 @@ def _help(row: Row) -> str:
         return "these are single messages of trees; use the file of trees, such as …_ready.trees.jsonl.gz"
     texts = [str(n) for n, item in unmarked(row) if str(n).lower() not in PROMPT_NAMES and _may_respond(item)]
     prompt = usual_columns(row).prompt or "…"
-    chooser = next((str(name) for name in row if str(name).lower() in _CHOICES), None)
+    chooser = next((str(name) for name in row if str(name).lower().split("_")[-1] in _CHOICES), None)
     texts = [name for name in texts if name != chooser] or [n for n in _DIALOGUES if n in row]
-    thumbs = [str(name) for name, item in unmarked(row) if item in (True, False)]
+    thumbs = [str(name) for name, item in unmarked(row) if isinstance(item, bool)]
     if len(texts) == len(thumbs) == 1:
         named = None if texts[0] in _DIALOGUES else prompt
         line = columns_line(Columns(prompt=named, completion=texts[0], label=thumbs[0]))
@@ -734,10 +735,14 @@ def _help(row: Row) -> str:
             "give two responses to each prompt, in the columns prompt, chosen and rejected, or one with a "
             "thumb, in the columns prompt, completion and label"
         )
+    for name in texts:
+        other = name.replace("chosen", "rejected").replace("accepted", "rejected")
+        if other != name and other in texts:
+            return f"read them with {columns_line(Columns(prompt=prompt, chosen=name, rejected=other))}"
     numbered = next((pair for pair in combinations(texts, 2) if _numbered(*pair)), None)
     if numbered and chooser and _names_one(peek(row, chooser), numbered):
-        voted_on = Columns(prompt=prompt, responses=numbered, preference=chooser)
-        return f"if {chooser} names the better response, read them with {columns_line(voted_on)}"
+        line = columns_line(Columns(prompt=prompt, responses=numbered, preference=chooser))
+        return f"if {chooser} names the better response, read them with {line}"
     if numbered or chooser:
         which = f"If {chooser!r} names" if chooser else "In each row, find"
         return (
@@ -746,14 +751,19 @@ def _help(row: Row) -> str:
         )
     return (
         "use the columns prompt, chosen and rejected, or name yours: "
-        'columns = {prompt = "…", chosen = "…", rejected = "…"}'
+        'columns = {prompt = "…", chosen = "…", rejected = "…"}, or those of thumbs: '
+        'columns = {prompt = "…", completion = "…", label = "…"}'
     )
 
 
 def _numbered(one: str, other: str) -> bool:
-    """Whether two names differ only in a number or a letter at their end."""
-    parts = [re.fullmatch(r"(.*?)[_-]?(\d+|[a-z])", name.lower()) for name in (one, other)]
-    return all(parts) and len({part and part[1] for part in parts}) == 1
+    """Whether two names differ only in a number or a letter.
+
+    >>> _numbered("model_a_output", "model_b_output"), _numbered("best", "bad")
+    (True, False)
+    """
+    parts = different_parts(one.lower(), other.lower())
+    return all(re.fullmatch(r"\d+|[a-z]", part) for part in parts) and len(one) > len(parts[0])
 
 
 def _names_one(vote: Any, names: tuple[str, str]) -> bool:

@@ -185,12 +185,16 @@ def contradicts(row: Row, records: Sequence[Record]) -> bool:
     """
     if any(record.label is None and (record.margin or 0) < 0 for record in records):
         return True
-    values = {str(name): item for name, item in unmarked(row) if isinstance(item, int | float)}
-    return any(
-        value < values.get(name.replace("chosen", "rejected"), value)
-        for name, value in values.items()
-        if "chosen" in name and re.search("score|rating|reward", name)
-    )
+    values = {str(name): item for name, item in unmarked(row) if re.search("score|rating|reward", str(name))}
+    both = ((item, values.get(name.replace("chosen", "rejected"))) for name, item in values.items())
+    return any(_is_less(*each) for each in both)
+
+
+def _is_less(one: Any, other: Any) -> bool:
+    try:
+        return float(one) < float(other)
+    except (TypeError, ValueError):
+        return False
 
 
 def usual_columns(row: Row) -> Columns:
@@ -240,7 +244,7 @@ def read_prompt(row: Row, columns: Columns) -> Any:
         RowError: a column is missing, all are empty, or there are two system messages.
     """
     names = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or []
-    values = [messages_or_text(value_at(row, name)) for name in names]
+    values = [_history_or_text(messages_or_text(value_at(row, name))) for name in names]
     if names and all(value is None for value in values):
         raise RowError(f"{' and '.join(names)} is missing")
     system = None if columns.system is None else value_at(row, columns.system)
@@ -261,9 +265,9 @@ def read_prompt(row: Row, columns: Columns) -> Any:
         if isinstance(value, str):
             if TURN in value:
                 raise RowError(f"{name} is a dialogue in one text; write it as a list of messages")
-            texts += [value] if value.strip() else []
+            texts += [value] if has_value(value) else []
         elif value:
-            turns += [*user_turn("\n".join(texts))] if texts else []
+            turns += user_turn("\n".join(texts)) if texts else []
             turns, texts = [*turns, *_turns(value, name)], []
     turns += user_turn("\n".join(texts)) if texts else []
     if names and not turns:
@@ -276,6 +280,16 @@ def read_prompt(row: Row, columns: Columns) -> Any:
     if first.get("content", first.get("value")) != system:
         raise RowError(f"{columns.system} differs from the system message in {' and '.join(names)}")
     return turns
+
+
+def _history_or_text(value: Any) -> Any:
+    """Return the pairs of a history in a JSON text, as in CSV files; any other value unchanged."""
+    if not isinstance(value, str) or not re.match(r'\s*\[\s*\[\s*"', value):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _turns(value: Any, name: str) -> list[Any]:
@@ -367,8 +381,7 @@ def better_of(vote: Any, names: Sequence[str], column: str) -> int | None:
     if not text or vote is None or text in _TIES:
         return None
     ends = [name.rpartition(".")[2].lower().replace("_", " ") for name in names]
-    start = _common_length(*ends)
-    parts = [end[start:].strip(" -") for end in ends]
+    parts = different_parts(*ends)
     last = re.split(r"[^a-z0-9]+", text)[-1]
     found = [k for k in (0, 1) if text in (ends[k], parts[k], _SIDES[k]) or last == parts[k]]
     if len(found) != 1 or isinstance(vote, bool):
@@ -377,6 +390,19 @@ def better_of(vote: Any, names: Sequence[str], column: str) -> int | None:
 
 
 _SIDES = ("left", "right")
+
+
+def different_parts(one: str, other: str) -> tuple[str, str]:
+    """Return two names without their common beginning and end.
+
+    >>> different_parts("model_a_output", "model_b_output")
+    ('a', 'b')
+    """
+    start = _common_length(one, other)
+    ends = one[start:], other[start:]
+    stop = _common_length(ends[0][::-1], ends[1][::-1])
+    first, second = (end[: len(end) - stop].strip(" _-") for end in ends)
+    return first, second
 
 
 def _one_message(item: Any) -> Any:

@@ -77,11 +77,11 @@ def peek(row: Row, name: str) -> Any:
 def has_value(value: Any) -> bool:
     """Whether a value contains anything but ``None``, blank texts and empty lists and objects.
 
-    >>> [has_value(value) for value in (None, " ", [{"path": None}], 0, "a")]
-    [False, False, False, True, True]
+    >>> [has_value(value) for value in (None, " ", "[]", [{"path": None}], 0, "a")]
+    [False, False, False, False, True, True]
     """
     if isinstance(value, str):
-        return bool(value.strip())
+        return value.strip() not in ("", "[]", "{}")
     if isinstance(value, dict):
         return any(map(has_value, dict.values(value)))
     if isinstance(value, list | tuple):

@@ -44,9 +44,6 @@ _BEYOND_TEXT = {
 }
 """Names of columns that change what a model sees, but are not part of a text."""
 
-_EMPTY = ("[]", "{}", "null")
-"""Empty values as JSON text."""
-
 
 def check_unread(
     row: TrackedRow,
@@ -70,18 +67,17 @@ def check_unread(
             what the model sees.
     """
     unread = []
-    texts = "\n".join(_texts(prompts)), "\n".join(_texts([*prompts, *responses]))
     for path, value in row.unread():
         if any(path == name or path.startswith(f"{name}.") for name in ignored):
             continue
         name = path.rpartition(".")[2].lower()
         drop = f"if the model should not see it, set [data] metadata = {json.dumps([path])}"
-        if name in _BEYOND_TEXT and not isinstance(value, int | float) and value not in _EMPTY:
+        if name in _BEYOND_TEXT and not isinstance(value, int | float):
             raise RowError(
                 f"{path} changes what a model sees, but prefed trains on texts only; "
                 + (remedy or f"leave out such rows, or, {drop}")
             )
-        if name in PROMPT_NAMES and not _contained(value, texts):
+        if name in PROMPT_NAMES and not _contained(value, prompts, responses):
             more = columns and with_column(columns, path, row)
             use = f"read it with {columns_line(more)}" if more else "add it to the prompt"
             raise RowError(
@@ -95,17 +91,13 @@ def check_unread(
 def with_column(columns: Columns, path: str, row: TrackedRow) -> Columns | None:
     """Return columns that also read the one at ``path``, as the system message or as a part of the prompt.
 
-    Return ``None`` for dialogues that contain their prompt, unless a text can precede their messages.
+    Return ``None`` for dialogues that contain their prompt, except for a system message before lists.
     """
     chosen = messages_or_text(peek(row, columns.thumb[0] if columns.thumb else columns.chosen))
-    value = messages_or_text(value_at(row, path))
-    if (
-        columns.prompt is None
-        and is_dialogue(chosen)
-        and not (isinstance(value, str) and isinstance(chosen, list))
-    ):
+    system = columns.system is None and path.rpartition(".")[2].lower() in SYSTEM_NAMES
+    if is_dialogue(chosen) and not (system and isinstance(chosen, list)):
         return None
-    if path.rpartition(".")[2].lower() in SYSTEM_NAMES and columns.system is None:
+    if system:
         return columns.model_copy(update={"system": path})
     named = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or ()
     order = [str(name) for name in row]
@@ -114,8 +106,7 @@ def with_column(columns: Columns, path: str, row: TrackedRow) -> Columns | None:
         # Messages come before the texts that follow them.
         return isinstance(messages_or_text(value_at(row, name)), str), order.index(name.partition(".")[0])
 
-    both = sorted((*named, path), key=place)
-    return columns.model_copy(update={"prompt": both[0] if len(both) == 1 else tuple(both)})
+    return columns.model_copy(update={"prompt": tuple(sorted((*named, path), key=place))})
 
 
 def columns_line(columns: Columns) -> str:
@@ -129,10 +120,10 @@ def columns_line(columns: Columns) -> str:
     return f"columns = {{{pairs}}}"
 
 
-def _contained(value: Any, texts: tuple[str, str]) -> bool:
+def _contained(value: Any, prompts: Sequence[Prompt], responses: Sequence[str]) -> bool:
     """Whether the prompts contain a text, or prompts and responses all messages of a list."""
     value = messages_or_text(value)
-    found = texts[0] if isinstance(value, str) else texts[1]
+    found = "\n".join(_texts(prompts if isinstance(value, str) else [*prompts, *responses]))
     return all(re.search(rf"(?<!\w){re.escape(text)}(?!\w)", found) for text in _texts(value))
 
 

@@ -113,10 +113,13 @@ def odpo(batch: PairBatch, *, beta: float, alpha: float, log_margin: float) -> L
         )
     if log_margin:
         if bool((margin <= 0).any()):
-            raise ValueError(
-                f"odpo uses the logarithm of margins, but one is {float(margin.min()):g}; "
-                "set log_margin to 0 to use margins directly"
-            )
+            least = float(margin.min())
+            remedy = "set log_margin to 0 to use margins directly"
+            if least < 0:
+                remedy = (
+                    "it says that the rejected response is the better one, so correct or remove such pairs"
+                )
+            raise ValueError(f"odpo uses the logarithm of margins, but one is {least:g}; {remedy}")
         margin = margin.log()
     return -F.logsigmoid(beta * batch.delta - alpha * margin), implicit_reward_metrics(batch, beta)
 
