@@ -1,12 +1,18 @@
 """Small files as people have them: written here, and the shared cases where they are present."""
 
+import csv
+import io
 import json
 
+import pandas as pd
 import pytest
 
 from prefed.core import Key
 from prefed.data import DataConfig, DataError, Message, build_dataset
-from preferences import CHATML, tokenizer
+from prefed.data.errors import ErrorCollector
+from prefed.data.sources import files
+from prefed.runs.data_notices import data_notices
+from preferences import CHATML, jsonl, pairs, tokenizer
 
 
 def row(prompt, chosen, rejected, k):
@@ -26,6 +32,18 @@ def lines(rows):
     return "".join(json.dumps(each) + "\n" for each in rows).encode()
 
 
+def excel(mark, encoding, words):
+    """24 thumbs, down and up in turn, as Excel writes them: quoted only where the text needs it."""
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=mark)
+    writer.writerow(["prompt", "completion", "label", "client"])
+    up, down = words.split()
+    for k in range(24):
+        answer = f"Antwort „{k}“ – größer; so"
+        writer.writerow([f"Frage {k} für Ärzte?", answer, up if k % 2 else down, f"ward_{'ab'[k // 2 % 2]}"])
+    return out.getvalue().encode(encoding)
+
+
 CALL = {"id": "1", "type": "function", "function": {"name": "lookup", "arguments": "{}"}}
 TURNS = "\n\nHuman: Hi {k}\n\nAssistant: {first}\n\nHuman: A\n\nAssistant: {last}"
 FILES = {
@@ -37,6 +55,11 @@ FILES = {
         row(text(f"What is this {k}?"), {"content": text(f"a cat {k}")}, {"content": text(f"a dog {k}")}, k)
         for k in range(12)
     ),
+    "excel_semicolon_bom.csv": excel(";", "utf-8-sig", "TRUE FALSE"),
+    "excel_cp1252.csv": excel(",", "cp1252", "TRUE FALSE"),
+    "pandas_columns.json": json.dumps(
+        {name: {str(k): f"{name} {k}" for k in range(12)} for name in ("prompt", "chosen", "rejected")}
+    ).encode(),
     "dialogues_that_diverge_early.jsonl": lines(
         {
             "chosen": TURNS.format(k=k, first="Hello", last="x"),
@@ -44,6 +67,12 @@ FILES = {
         }
         for k in range(12)
     ),
+    **{
+        f"folders_as_clients/ward_{name}/data.jsonl": lines(
+            row(f"Q{k}", {"content": f"good {k}"}, {"content": f"bad {k}"}, k) for k in range(12)
+        )
+        for name in "ab"
+    },
 }
 
 
@@ -54,7 +83,10 @@ def case(request, tmp_path):
     def path(name):
         if request.param == "shared":
             return request.getfixturevalue("shared_cases") / "data" / name
-        (tmp_path / name).write_bytes(FILES[name])
+        for file, content in FILES.items():
+            if file.split("/")[0] == name:
+                (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / file).write_bytes(content)
         return tmp_path / name
 
     return path
@@ -89,3 +121,162 @@ def test_what_would_be_lost_or_scored_is_refused(case, tmp_path, name, by, messa
         build(case(name), tmp_path, by)
     with pytest.raises(DataError, match="12: malformed or blank"):
         build(case(name), tmp_path, by, invalid="drop")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("excel_semicolon_bom.csv", {}), ("excel_cp1252.csv", {"encoding": "cp1252"})]
+)
+def test_what_excel_writes_is_read(case, tmp_path, name, settings):
+    """Semicolons are found, also inside quotes; FALSE is a thumb down."""
+    dataset = build(case(name), tmp_path, **settings)
+    record = first(dataset, "ward_a")
+    assert (record.prompt, record.response) == ("Frage 0 für Ärzte?", "Antwort „0“ – größer; so")
+    assert (record.label, len(dataset.tokens)) == (False, 24)
+    assert dataset.findings.controls == {}
+
+
+def test_another_encoding_is_named(case, tmp_path):
+    """Windows-1252 is not Latin-1, which gives control characters in the place of quotation marks."""
+    path = case("excel_cp1252.csv")
+    with pytest.raises(DataError, match=r'row 2: not utf-8 text .* set encoding = "cp1252"'):
+        build(path, tmp_path)
+    dataset = build(path, tmp_path, encoding="latin-1")
+    assert dataset.findings.controls == {"U+0084": 24, "U+0093": 24, "U+0096": 24}
+    assert "control characters in the texts: U+0084 (24 pairs), " in data_notices(dataset)[1][-1]
+    with pytest.raises(DataError, match=r'UTF-8 text: set encoding = "utf-8" instead of .cp1252'):
+        build(case("excel_semicolon_bom.csv"), tmp_path / "other", encoding="cp1252")
+
+
+def test_a_table_of_pandas_is_named(case, tmp_path):
+    with pytest.raises(DataError, match=r'a whole table in one object, as pandas .*orient="records", lines'):
+        build(case("pandas_columns.json"), tmp_path, None)
+
+
+@pytest.mark.parametrize("orient", ["columns", "index", "split", "table"])
+def test_other_tables_of_pandas_are_refused(tmp_path, orient):
+    frame = pd.DataFrame(pairs(3))
+    frame.to_json(tmp_path / "rows.json", orient=orient)
+    with pytest.raises(DataError, match="a whole table in one object"):
+        build(tmp_path / "rows.json", tmp_path, None)
+    frame.to_json(tmp_path / "rows.json", orient="records")
+    assert len(build(tmp_path / "rows.json", tmp_path, None).tokens) == 3
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("words", ["TRUE FALSE", "WAHR FALSCH", "VRAI FAUX", "DOĞRU YANLIŞ"])
+def test_spreadsheets_of_other_languages(tmp_path, mark, words):
+    """Each separator, also with the line in which Excel names it, and each pair of words for a thumb."""
+    content = excel(mark, "utf-8", words)
+    for text in (content, f"sep={mark}\n".encode() + content):
+        (tmp_path / "rows.csv").write_bytes(text)
+        dataset = build(tmp_path / "rows.csv", tmp_path / str(len(text)))
+        labels = [dataset.tokens.record(k).label for k in range(4)]
+        assert labels == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "columns"),
+    [
+        ("prompt; or task,chosen\na,b\n", ["prompt; or task", "chosen"]),
+        ('"prompt, or task";chosen\na;b\n', ["prompt, or task", "chosen"]),
+        ("text\na;b\n", ["text"]),
+        ('"text; all"\na\n', ["text; all"]),
+        (";;\n\na;b;c\n1;2;3\n", ["a", "b", "c"]),
+    ],
+)
+def test_the_separator_is_that_of_the_header(tmp_path, content, columns):
+    """The usual one if it separates anything; none inside quotes; a single column stays a single one."""
+    (tmp_path / "rows.csv").write_text(content)
+    ((found, _),) = files.read_rows(tmp_path / "rows.csv", "utf-8", ErrorCollector())
+    assert list(found) == columns
+
+
+def by_file(path, tmp_path, **settings):
+    config = DataConfig(train=str(path), partition={"by": "file"}, **settings)
+    dataset = build_dataset(config, tokenizer(chat=CHATML), Key(0), tmp_path / "built")
+    return {name: tuple(sizes) for name, sizes in dataset.sizes.items()}, dataset.findings.ignored
+
+
+def test_folders_name_the_clients(case, tmp_path):
+    sizes, _ = by_file(case("folders_as_clients"), tmp_path, test_fraction=0.0)
+    assert sizes == {"ward_a": (12, 0, 0), "ward_b": (12, 0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "clients"),
+    [
+        (["a/x", "b/x"], ["a/x"], {"a": 1, "b": 0}),
+        (["a/x", "b/x"], ["a", "b"], {"a": 1, "b": 1}),
+        (["h1/a/x", "h2/a/x"], ["h2/a/x"], {"h1": 0, "h2": 1}),
+        (["h1/a/x", "h1/b/x", "h2/a/x"], ["h1/b/x"], {"h1/a": 0, "h1/b": 1, "h2/a": 0}),
+        (["h1/a", "h2/b"], ["b"], {"a": 0, "b": 1}),
+    ],
+)
+def test_the_shortest_parts_of_a_path_that_differ_name_a_client(tmp_path, train, test, clients):
+    """Test files may be in folders of the same names, or have the clients' names."""
+    for role, names in (("train", train), ("test", test)):
+        for k, name in enumerate(names):
+            path = tmp_path / role / f"{name}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            jsonl(path, [{**each, "prompt": f"{role} {k} {name}"} for each in pairs(2)])
+    sizes, _ = by_file(tmp_path / "train", tmp_path, test=str(tmp_path / "test"), test_fraction=0.0)
+    assert sizes == {name: (2, 0, 2 * tests) for name, tests in clients.items()}
+
+
+@pytest.mark.parametrize(
+    ("names", "read", "left"),
+    [
+        (["train", "test"], ["train"], ["test"]),
+        (["train", "dev", "test"], ["train"], ["dev", "test"]),
+        (["train-0-of-2", "train-1-of-2", "test-0-of-1"], ["train-0-of-2", "train-1-of-2"], ["test-0-of-1"]),
+        # No training file, another name among them, or a single split: all are training rows.
+        (["test", "dev"], ["dev", "test"], []),
+        (["train", "test", "ann"], ["ann", "test", "train"], []),
+        (["train-0-of-2", "train-1-of-2"], ["train-0-of-2", "train-1-of-2"], []),
+    ],
+)
+def test_a_folder_with_a_file_per_split(tmp_path, names, read, left):
+    """Training reads the training files alone; the others are listed, and read where they are asked for."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in names:
+        jsonl(folder / f"{name}.jsonl", [{**each, "prompt": name} for each in pairs(2)])
+    one = {"by": "iid", "clients": 1}
+    config = DataConfig(train=str(folder), partition=one, test_fraction=0.0)
+    dataset = build_dataset(config, tokenizer(), Key(0), tmp_path / "built")
+    tokens = dataset.tokens
+    assert sorted({tokens.record(k).prompt for k in range(len(tokens))}) == sorted(read)
+    assert dataset.findings.ignored == tuple(f"rows/{name}.jsonl" for name in left)
+    if "test" in left:
+        both = DataConfig(train=str(folder), test=str(folder), partition=one)
+        dataset = build_dataset(both, tokenizer(), Key(0), tmp_path / "both")
+        assert tuple(dataset.sizes["client-0"]) == (2, 0, 2)
+
+
+def test_each_client_may_have_a_folder_with_a_file_per_split(tmp_path):
+    for ward in "ab":
+        (tmp_path / "wards" / ward).mkdir(parents=True)
+        for role in ("train", "test"):
+            rows = [{**each, "prompt": f"{ward} {role}"} for each in pairs(3)]
+            jsonl(tmp_path / "wards" / ward / f"{role}.jsonl", rows)
+    wards = tmp_path / "wards"
+    assert by_file(wards, tmp_path / "1", test_fraction=0.0) == (
+        {"a": (3, 0, 0), "b": (3, 0, 0)},
+        ("wards/a/test.jsonl", "wards/b/test.jsonl"),
+    )
+    assert by_file(wards, tmp_path / "2", test=str(wards)) == ({"a": (3, 0, 3), "b": (3, 0, 3)}, ())
+
+
+def test_a_missing_split_is_named(tmp_path):
+    for name in ("train_sft-00000-of-00001", "train_prefs-00000-of-00001"):
+        jsonl(tmp_path / f"{name}.jsonl", pairs(2))
+    with pytest.raises(DataError, match=r"no split 'train' in .* its splits: train_prefs, train_sft"):
+        build(tmp_path, tmp_path, None)
+
+
+@pytest.mark.parametrize("row", [{"meta": {"who": "a"}}, {"meta.who": "a"}, {"meta": {"who": 7}}])
+def test_a_dot_in_the_column_of_the_partition(tmp_path, row):
+    """A nested value, or a column with a dot in its name, as for `columns`."""
+    file = jsonl(tmp_path / "rows.jsonl", [{**each, **row} for each in pairs(3)])
+    dataset = build(file, tmp_path, "meta.who")
+    assert list(dataset.clients) == ["7" if row == {"meta": {"who": 7}} else "a"]

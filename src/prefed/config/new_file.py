@@ -120,13 +120,14 @@ def data_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         ConfigError: no model is named, or an override is invalid.
         DataError: the data cannot be read.
     """
-    items = data_files(path)
-    row = next((row for row, _ in read_rows(items[0], "utf-8", ErrorCollector(count_only=True))), {})
-    partition: dict[str, Any] = {"by": "file"} if len(items) > 1 else {"by": "iid", "clients": 1}
-    if "client" in row:
-        partition = {"by": "column", "column": "client"}
-    tables = {"data": {"train": str(path), "partition": partition}, "method": {"name": "feddpo"}}
+    tables: dict[str, Any] = {"data": {"train": str(path)}, "method": {"name": "feddpo"}}
     origins = override(tables, overrides, Path())
+    if "partition" not in (data := tables["data"]):
+        items, encoding = data_files(path, "train"), str(data.get("encoding", "utf-8"))
+        row = next((row for row, _ in read_rows(items[0], encoding, ErrorCollector(count_only=True))), {})
+        data["partition"] = {"by": "file"} if len(items) > 1 else {"by": "iid", "clients": 1}
+        if "client" in row:
+            data["partition"] = {"by": "column", "column": "client"}
     if "model" not in tables:
         raise ConfigError(
             f"{path} contains data: name the model whose tokenizer reads them with --set model.name=FOLDER, "

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -135,10 +135,15 @@ def _inputs(
 
 
 def _ignored_files(config: DataConfig) -> tuple[str, ...]:
-    """Return the files in source folders that are not read."""
-    folders = (Path(source.path).expanduser() for _, _, source in config.sources())
-    own = (folder for folder in folders if folder.is_dir())
-    return tuple(dict.fromkeys(f"{folder.name}/{name}" for folder in own for name in other_files(folder)))
+    """Return the files in source folders that are not read: of unknown type, or of another split."""
+    read, found = set[Path](), dict[Path, str]()
+    for role, _, source in config.sources():
+        folder = Path(source.path).expanduser()
+        if folder.is_dir():
+            read.update(data_files(folder, source.split or role))
+            names = [*map(folder.joinpath, other_files(folder)), *data_files(folder)]
+            found |= {file: (folder.name / file.relative_to(folder)).as_posix() for file in names}
+    return tuple(name for file, name in found.items() if file not in read)
 
 
 def _build(
@@ -168,6 +173,7 @@ def _build(
                 "ignored": ignored,
                 "unread": _unread(config, counts, selector),
                 "contradicted": counts.contradicted,
+                "controls": dict(sorted(counts.controls.items())),
             }
         )
         fingerprint = writer.finish(_flipped_rows(splits, flipped, len(writer)))
@@ -429,7 +435,7 @@ def _without_column(config: DataConfig) -> str:
     if not isinstance(train, Source) or not isinstance(config.partition, ByColumn):
         return ""
     folder = Path(train.path).expanduser()
-    if not folder.is_dir() or len(data_files(folder, train.split)) < 2:
+    if not folder.is_dir() or len(data_files(folder, train.split or "train")) < 2:
         return '; add it, or shuffle the rows: [data] partition = {by = "iid", clients = 10}'
     return '; if each file contains the rows of one client, set [data] partition = {by = "file"}'
 
@@ -458,17 +464,46 @@ def with_named_files(config: DataConfig) -> DataConfig:
     """
     if not isinstance(config.partition, ByFile):
         return config
-    sources = {role: _named(source, role) for role, _, source in config.sources()}
+    sources = dict[str, dict[str, Source]]()
+    for role, _, source in config.sources():
+        sources[role] = _named(source, role, sources.get("train", {}))
     return config.model_copy(update={**sources, "partition": BySource()})
 
 
-def client_of(file: Path, folder: Path) -> str:
-    """Return the client of a file, or of a saved dataset, in ``folder``, which may be the file itself."""
+def client_of(file: Path, folder: Path, known: Container[str]) -> str:
+    """Return the client of a file, or of a saved dataset, in ``folder``, which may be the file itself.
+
+    It is the first of the parts of the path, beginning with the file's name, that is ``known``, or else the
+    name.
+    """
     home = saved_home(file, folder) or file
-    return home.name if home.is_dir() else data_stem(home)
+    parts = () if home == folder else home.relative_to(folder).parts
+    own = (*parts[:-1], home.name if home.is_dir() else data_stem(home))
+    spans = ("/".join(own[start:end]) for start, end in _spans(len(own)))
+    return next((span for span in spans if span in known), own[-1])
 
 
-def _named(source: Source, role: str) -> dict[str, Source]:
+def _spans(length: int) -> Iterator[tuple[int, int]]:
+    """Yield the beginnings and ends of the parts of a path: short ones first, and then late ones."""
+    for size in range(1, length + 1):
+        yield from ((end - size, end) for end in range(length, size - 1, -1))
+
+
+def _distinct_names(found: Sequence[Path], folder: Path) -> set[str]:
+    """Return names for files that have the same name in different folders: the shortest parts of their paths.
+
+    Returns an empty set if the names of the files differ, or if the folders are not equally deep.
+    """
+    paths = [(*file.relative_to(folder).parts[:-1], client_of(file, folder, ())) for file in found]
+    lengths = {len(path) for path in paths}
+    for start, end in _spans(lengths.pop()) if len(lengths) == 1 else ():
+        names = {"/".join(path[start:end]) for path in paths}
+        if len(names) == len(paths):
+            return names
+    return set()
+
+
+def _named(source: Source, role: str, train: Mapping[str, Source]) -> dict[str, Source]:
     folder = Path(source.path).expanduser()
     if not folder.is_dir() or is_saved(folder):
         what = "not a folder" if not folder.exists() else "one dataset" if folder.is_dir() else "a file"
@@ -477,8 +512,10 @@ def _named(source: Source, role: str) -> dict[str, Source]:
             "one file per client, such as ann.jsonl"
         )
     named: dict[str, Source] = {}
-    for file in data_files(folder, source.split or role):
-        name = client_of(file, folder)
+    found = data_files(folder, source.split or role)
+    known = train if role != "train" else _distinct_names(found, folder)
+    for file in found:
+        name = client_of(file, folder, known)
         control = control_character(name)
         if control is not None:
             raise DataError(f"{file}: a client's name cannot contain the control character {control}")

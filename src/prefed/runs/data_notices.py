@@ -72,7 +72,7 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
     notes = [text] if text and not much else []
     warnings = [f"{text}{_worst(dataset)}{_remedies(counts)}"] if much else []
     if findings.ignored:
-        notes.append(f"ignored files of unknown type: {listed(findings.ignored, str)}")
+        notes.append(f"files not read: {listed(findings.ignored, str)}")
     if findings.unread:
         notes.append(f"columns not used: {listed(findings.unread, str, 12)}")
     if findings.contradicted:
@@ -80,6 +80,12 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
         warnings.append(
             f"{who} rejected response higher than the chosen one (by scores, or by a negative margin): check "
             "which one is preferred"
+        )
+    if findings.controls:
+        marks = [f"{mark} ({pluralize(count, 'pair', 'pairs')})" for mark, count in findings.controls.items()]
+        warnings.append(
+            f"control characters in the texts: {listed(marks, str)}; a sign of the wrong encoding: files of "
+            'Windows need encoding = "cp1252" where "latin-1" gives such characters'
         )
     if findings.gone:
         who = pluralize(len(findings.gone), "client has", "clients have")

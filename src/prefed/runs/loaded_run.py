@@ -367,11 +367,11 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     errors, counts = ErrorCollector(hint=hint, count_only=config.invalid == "drop"), ReadCounts()
     encoder = make_encoder(config, run.backbone.tokenizer, selector_settings(run.experiment))
     writer = TokenWriter(folder, encoder, errors=errors, codes=1)
-    strangers, by_file = 0, isinstance(config.partition, ByFile)
+    strangers, by_file, known = 0, isinstance(config.partition, ByFile), frozenset(clients)
     try:
         for record, location in read_records(_source(config, file), config, "test", None, errors, counts):
             try:
-                named = client_of(Path(location.file), Path(file).expanduser()) if by_file else None
+                named = client_of(Path(location.file), Path(file).expanduser(), known) if by_file else None
                 client = 0 if groups is None else groups.get(partition_value(config.partition, record, named))
             except ValueError as error:
                 errors.add(location, str(error))

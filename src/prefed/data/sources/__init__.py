@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from prefed.data.sources.formats import FORMATS, Format, detect_format, get_form
 from prefed.data.sources.pairs import (
     RawPair,
     contradicts,
+    extra_columns,
     split_prompt,
     value_at,
     whole_texts,
@@ -35,6 +38,10 @@ __all__ = [
 ]
 
 
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
+"""Characters that texts read in the right encoding hardly contain, and the one for undecodable bytes."""
+
+
 @dataclass
 class ReadCounts:
     """Counts updated while reading; see :class:`~prefed.data.RowCounts`.
@@ -43,6 +50,7 @@ class ReadCounts:
         contradicted: pairs whose rejected response has the higher score, or with a negative margin.
         unread: columns that were not used, in the order of their appearance.
         columns: all columns.
+        controls: see :class:`~prefed.data.dataset.Findings`.
     """
 
     read: int = 0
@@ -53,6 +61,7 @@ class ReadCounts:
     contradicted: int = 0
     unread: dict[str, None] = field(default_factory=dict)
     columns: set[str] = field(default_factory=set)
+    controls: Counter[str] = field(default_factory=Counter)
 
 
 def read_records(
@@ -78,9 +87,9 @@ def read_records(
     """
     setting = format_setting(source, config.columns, config.format)
     form, file = setting, None
-    spellings, layouts = _SpellingCheck(source, config), _LayoutCheck()
+    partition, layouts = _PartitionColumn(source, config), _LayoutCheck()
     prompts, columns = _PromptCheck(source, config), source.columns or config.columns
-    ignored = [*config.metadata, *([spellings.column] if spellings.column else [])]
+    ignored = [*config.metadata, *([partition.column] if partition.column else [])]
     for count, (plain, location) in enumerate(read_rows(source, config.encoding, role, setting, errors)):
         if config.rows is not None and count >= config.rows:
             break
@@ -101,8 +110,10 @@ def read_records(
         pairs: list[RawPair | None] = []
         records: list[Record] = []
         with errors.at(location):
-            spellings.check(row, location)
+            partition.check(row, location)
             pairs = form.pairs(row)
+            for found in filter(None, pairs):
+                found.extra |= partition.nested(row)
             counts.read += len(pairs) - 1
             counts.ties += pairs.count(None)
         given = [raw for raw in pairs if raw is not None]
@@ -173,16 +184,28 @@ def _has_text(prompt: Prompt) -> bool:
     )
 
 
-class _SpellingCheck:
-    """Refuse two spellings of the same name, such as 3 and "3", in the partition's column of a file."""
+class _PartitionColumn:
+    """The column of the partition: refuses two spellings of a name, such as 3 and "3", in a file."""
 
     def __init__(self, source: Source, config: DataConfig) -> None:
         self.column: str | None = getattr(config.partition, "column", None)
         columns = source.columns or config.columns
+        self._path = ""
         if columns is not None and self.column in Columns.model_fields:
             self.column = getattr(columns, self.column)
+        else:
+            self._path = self.column or ""
         self._file = ""
         self._first: dict[str, tuple[str | int | float, int]] = {}
+
+    def nested(self, row: files.Row) -> dict[str, str | float | int]:
+        """Return the value of the partition's column if it is inside another column, by its dotted path."""
+        if "." not in self._path or self._path in row:
+            return {}
+        try:
+            return extra_columns({self._path: value_at(row, self._path)}, ())
+        except RowError:
+            return {}
 
     def check(self, row: files.Row, location: RowLocation) -> None:
         """Check one row.
@@ -319,6 +342,8 @@ def _record(raw: RawPair, domain: str | None, config: DataConfig, counts: ReadCo
         counts.identical += 1
         return None
     counts.prefixes += repeated_prompt
+    texts = [chosen, rejected, *([prompt] if isinstance(prompt, str) else [turn.content for turn in prompt])]
+    counts.controls.update({f"U+{ord(mark):04X}" for text in texts for mark in _CONTROLS.findall(text)})
     columns: dict[str, Any] = {
         "margin": raw.margin,
         "client": raw.client,

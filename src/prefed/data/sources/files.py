@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import io
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -21,8 +20,8 @@ from prefed.data.sources.folders import NOT_TEXT, file_kind, saved_files, saved_
 Row: TypeAlias = "Mapping[str, Any]"
 
 _BATCH = 512
-_SEPARATORS = {",": re.compile(r"[;\t|]"), "\t": re.compile(r"[,;|]")}
-"""Separator of a file → other separators, which suggest a wrong file name if they occur in its header."""
+_SEPARATORS = (",", ";", "\t", "|")
+"""What may separate the fields of a CSV file: Excel writes semicolons where a comma is the decimal mark."""
 _WIDE = {
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -84,6 +83,8 @@ def _problem_of_head(head: bytes, encoding: str) -> str | None:
     for magic, description in NOT_TEXT.items():
         if head.startswith(magic):
             return description
+    if head.startswith(codecs.BOM_UTF8) and not codecs.lookup(encoding).name.startswith("utf-8"):
+        return f'UTF-8 text: set encoding = "utf-8" instead of {encoding!r}'
     if _is_wide(encoding):
         return None
     for magic, name in _WIDE.items():
@@ -112,10 +113,8 @@ def _text(path: Path, encoding: str) -> Iterator[tuple[str, int, str | None]]:
                 line = raw.decode(encoding)
             except UnicodeDecodeError as error:
                 line = raw.decode(encoding, errors="replace")
-                message = (
-                    f"not {encoding} text (byte 0x{raw[error.start]:02x} at position {error.start}); "
-                    "set the encoding of the file, e.g. latin-1"
-                )
+                byte = f"byte 0x{raw[error.start]:02x} at position {error.start}"
+                message = f"not {encoding} text ({byte}); {_remedy(raw)}"
             yield (line.removeprefix("\ufeff") if number == 1 else line), number, message
 
 
@@ -130,11 +129,35 @@ def _wide_text(path: Path, encoding: str) -> Iterator[tuple[str, int, None]]:
             raise DataError(f"{path}, after row {number}: not {encoding} text ({error.reason})") from error
 
 
+def _remedy(raw: bytes) -> str:
+    """Suggest the encoding of a text: Windows-1252 contains Latin-1 without its control characters."""
+    try:
+        raw.decode("cp1252")
+    except UnicodeDecodeError:
+        return "set the encoding of the file"
+    return 'set encoding = "cp1252" if Windows or Excel wrote it in Western Europe, or save it as UTF-8'
+
+
 def _object(value: Any, location: RowLocation, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
     if isinstance(value, dict):
+        if _is_whole_table(value):
+            raise DataError(
+                f"{location}: a whole table in one object, as pandas writes by default; write one object per "
+                'row: to_json(FILE, orient="records", lines=True)'
+            )
         yield value, location
     else:
         errors.add(location, f"a row must be an object with named columns, not {type_name(value)}")
+
+
+def _is_whole_table(value: dict[str, Any]) -> bool:
+    """Whether a value is a table of pandas: objects by number, by column or by row, or lists in ``data``."""
+    if value.keys() & {"columns", "schema"} and isinstance(value.get("data"), list):
+        return True
+    inner = [*value.values()]
+    if not inner or not all(isinstance(each, dict) and each.keys() == inner[0].keys() for each in inner):
+        return False
+    return any(names and all(map(str.isdecimal, names)) for names in (value, inner[0]))
 
 
 def type_name(value: Any) -> str:
@@ -200,7 +223,7 @@ def _json(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[R
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise DataError(
-            f"{path}, line {line}: not {encoding} text (byte 0x{raw[error.start]:02x})"
+            f"{path}, line {line}: not {encoding} text (byte 0x{raw[error.start]:02x}); {_remedy(raw)}"
         ) from error
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from error
@@ -258,6 +281,7 @@ def _csv(
                 undecodable.append((RowLocation(str(path), number), message))
             yield text
 
+    separator = _separator(path, encoding, separator)
     reader = csv.reader(lines(), delimiter=separator, strict=True)
     header: list[str] | None = None
     while True:
@@ -268,8 +292,8 @@ def _csv(
             raise DataError(f"{path}, row {before + 1}: not CSV: {error}") from error
         if values is None:
             return
-        # Spreadsheets write an empty row as a line of separators.
-        if not any(values):
+        # Spreadsheets write an empty row as a line of separators, and Excel the separator before the header.
+        if not any(values) or (header is None and values == ["sep=", ""]):
             continue
         location = RowLocation(str(path), before + 1)
         if undecodable:
@@ -280,13 +304,6 @@ def _csv(
             errors.add(location, message)
         elif header is None:
             header = values
-            if len(header) == 1 and (other := _SEPARATORS[separator].search(header[0])):
-                own = "commas" if separator == "," else "tabs"
-                rename = {"\t": ", or rename the file to .tsv", ",": ", or rename the file to .csv"}
-                raise DataError(
-                    f"{path}: the header is a single field, {header[0]!r}; separate fields with {own}, not "
-                    f"{other[0]!r}{rename.get(other[0], '')}"
-                )
             repeated = {name for name in header if header.count(name) > 1}
             if repeated:
                 raise DataError(
@@ -298,6 +315,21 @@ def _csv(
             # CSV cannot express a missing value other than by an empty field.
             row = {name: value if value else None for name, value in zip(header, values, strict=True)}
             yield row, location
+
+
+def _separator(path: Path, encoding: str, usual: str) -> str:
+    """Return what separates the fields of the header: the usual character, unless it separates none."""
+
+    def fields(separator: str) -> int:
+        rows = csv.reader((text for text, *_ in _text(path, encoding)), delimiter=separator)
+        try:
+            return len(next(filter(any, rows), ()))
+        except csv.Error:
+            return 0
+
+    if fields(usual) > 1:
+        return usual
+    return max((usual, *_SEPARATORS), key=fields)
 
 
 def _parquet(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:

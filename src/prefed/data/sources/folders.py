@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from prefed.core.text import did_you_mean
 from prefed.data.errors import DataError, require
 
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
+"""Split → names of its file."""
 _SET = ("state.json", "dataset_info.json")
 _SPLITS = "dataset_dict.json"
 
@@ -112,10 +119,10 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
     A saved dataset is represented by its folder.
 
     Args:
-        split: split of saved datasets to use; ``None`` selects all splits.
+        split: split of saved datasets, and of folders with a file per split; ``None`` selects all splits.
 
     Raises:
-        DataError: there is no file of a known type, or a saved dataset has no such split.
+        DataError: there is no file of a known type or of this split.
     """
     text = ", ".join(suffix for suffix, kind in _KINDS.items() if kind != "parquet")
     known = f"{text} (each also .gz) and .parquet"
@@ -135,7 +142,40 @@ def data_files(path: Path, split: str | None = None) -> list[Path]:
     items = [part for item in found for part in (saved_parts(item, split) if item.is_dir() else [item])]
     if not items:
         raise DataError(f"{path}: no data files in this folder; supported types: {known}")
-    return sorted(items, key=lambda item: item.relative_to(path).as_posix())
+    own = _of_split(items, split)
+    if not own:
+        names = ", ".join(sorted({str(_split_of(item)) for item in items}))
+        raise DataError(f"{path}: no split {split!r} in this folder; its splits: {names}")
+    return sorted(own, key=lambda item: item.relative_to(path).as_posix())
+
+
+def _of_split(items: Iterable[Path], split: str | None) -> list[Path]:
+    """Select the files of a split in each folder with one file per split, and all files of other folders.
+
+    All files of such a folder, one of them for training, have names of :data:`_NAMES`, or names with the
+    hub's numbers, as in ``train_prefs-00000-of-00002``.
+    """
+    folders: dict[Path, dict[Path, str | None]] = {}
+    for item in items:
+        folders.setdefault(item.parent, {})[item] = None if item.is_dir() else _split_of(item)
+    chosen = list[Path]()
+    for named in folders.values():
+        names = set(named.values())
+        whole = split is None or None in names or len(names) < 2
+        whole = whole or not any(str(name).startswith("train") for name in names)
+        chosen += [
+            item for item, name in named.items() if whole or name in (split, *_NAMES.get(str(split), ()))
+        ]
+    return chosen
+
+
+def _split_of(file: Path) -> str | None:
+    """Return the split that a file is named after, if any."""
+    stem = data_stem(file)
+    numbered = re.fullmatch(r"(.+)-\d+-of-\d+", stem)
+    if numbered is not None:
+        return numbered[1]
+    return stem if any(stem in names for names in _NAMES.values()) else None
 
 
 def other_files(path: Path) -> list[str]:

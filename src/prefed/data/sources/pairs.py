@@ -479,6 +479,13 @@ def parse_name(item: Any, name: str) -> str | None:
 
 
 _LABELS = {"1": True, "true": True, "up": True, "0": False, "false": False, "down": False}
+# How spreadsheets write true and false in other languages.
+_SPREADSHEETS = (
+    "WAHR/FALSCH VRAI/FAUX VERDADERO/FALSO VERDADEIRO/FALSO VERO/FALSO WAAR/ONWAAR SAND/FALSK SANN/USANN "
+    "SANT/FALSKT TOSI/EPÄTOSI PRAWDA/FAŁSZ PRAVDA/NEPRAVDA IGAZ/HAMIS ADEVĂRAT/FALS DOĞRU/YANLIŞ ИСТИНА/ЛОЖЬ"
+)
+for _pair in _SPREADSHEETS.lower().split():
+    _LABELS |= dict(zip(_pair.split("/"), (True, False), strict=True))
 
 
 def parse_label(item: Any, name: str) -> bool:
