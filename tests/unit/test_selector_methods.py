@@ -6,10 +6,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from prefed.core import Key, Method, Round, Tensors, Upload
+from prefed.core import Key, Method, Round, State, Tensors, Upload
 from prefed.merge import Aggregator, BadUpload, MergeConfig, TooFewUploads
 from prefed.methods import METHODS
-from prefed.testing import initial, simulate
+from prefed.testing import Quadratic, QuadraticTrainer, initial, simulate
 
 START = initial()
 NAMES = "abcd"
@@ -281,6 +281,19 @@ def test_losses_are_means_over_the_validation_pairs():
     assert scores.numbers("a", now) == {"loss_0", "loss_1"}
     assert scores.numbers("a", private) == frozenset()
     assert scores.groups("a", now) == {}
+
+
+def test_clients_are_grouped_by_validation_pairs_and_newcomers_placed_by_training_pairs():
+    """Selectors at φ and φ + 1, training targets at φ, validation targets at φ + 1: of d numbers each, the
+    reported losses are d / 2 and 0, while a newcomer, who has no other use for its pairs, gets the first."""
+    method, size = biscuit(), START.layout.size
+    server = method.init_server(START)
+    server = server.update({f"selector-{u}": Tensors(START.layout, START.flat + u) for u in range(2)})
+    data = Quadratic(START.flat[None], validation=START.flat[None] + 1)
+    trainer = QuadraticTrainer("a", data, NOW, Key(0), method.ownership, START)
+    upload, _ = method.exchanges[0].work(trainer, State(), method.exchanges[0].send(server, "a", NOW))
+    assert upload.scalars == pytest.approx({"loss_0": size / 2, "loss_1": 0.0})
+    assert method.newcomer(trainer, method.publish(server, "a")).equal(server.tensors["selector-0"])
 
 
 def test_kept_optimisers_go_on_across_clusters():

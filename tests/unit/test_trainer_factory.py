@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import cast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from prefed.core import Key, Objective, Owner, Ownership, Round
 from prefed.data import ClientData, ClientSizes, FederatedDataset, TokenSet
 from prefed.data.dataset import RowCounts
 from prefed.models import ModelError
@@ -20,9 +23,10 @@ CONTEXT = 64
 class Tokens:
     """Two short pairs and one of which prompt and rejected response have ``longest`` tokens together."""
 
-    fingerprint, letters = "tokens", None
+    letters = None
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, first: int = 1) -> None:
+        self.first, self.fingerprint = first, f"{first} tokens"
         self.lengths = np.array([[5, 3, 2], [4, 1, 6], [longest - 4, 2, 4]], np.int32)
         self.margins = np.full(3, np.nan, np.float32)
 
@@ -30,16 +34,25 @@ class Tokens:
         return 3
 
     def pair(self, row: int) -> Pair:
-        return Pair(*(np.full(count, row % VOCABULARY + 1, np.int32) for count in self.lengths[row]))
+        return Pair(
+            *(np.full(count, (row + self.first) % VOCABULARY, np.int32) for count in self.lengths[row])
+        )
 
 
-def trainers(family: str, longest: int, *test: int) -> PairTrainerFactory:
+def trainers(
+    family: str,
+    longest: int,
+    *test: int,
+    validation: Sequence[int] = (),
+    first: int = 1,
+    cache: Path | None = None,
+) -> PairTrainerFactory:
     """A factory whose only client trains on row 0 and is tested on the rows ``test``."""
-    client = ClientData("a", np.array([0]), np.zeros(0, np.int64), np.array(test, np.int64))
-    sizes = {"a": ClientSizes(1, 0, len(test))}
-    tokens = cast(TokenSet, Tokens(longest))
+    client = ClientData("a", np.array([0]), np.array(validation, np.int64), np.array(test, np.int64))
+    sizes = {"a": ClientSizes(1, len(validation), len(test))}
+    tokens = cast(TokenSet, Tokens(longest, first))
     dataset = FederatedDataset({"a": client}, sizes, tokens, frozenset(), RowCounts(), "data")
-    return PairTrainerFactory(backbone(family), dataset)
+    return PairTrainerFactory(backbone(family), dataset, cache=cache)
 
 
 def test_a_pair_as_long_as_the_context_is_read() -> None:
@@ -80,3 +93,31 @@ def test_sizes_are_known_without_the_pairs() -> None:
             made.score(client, made.initial, "test")
     with pytest.raises(IndexError, match="no row 0: the data has 0 rows, counted from 0"):
         made.dataset.tokens.record(0)
+
+
+def test_a_loss_is_of_the_pairs_of_its_split() -> None:
+    """FedBiscuit groups clients by it. Without validation pairs, it is that of the training pairs."""
+    for validation, row in ([1], 1), ([], 0):
+        made = trainers("gpt2", CONTEXT, 2, validation=validation)
+        ownership = Ownership.of(made.initial.layout, lambda entry: Owner.SHARED)
+        client = made.trainer("a", Round(1, 1, Key(0), {"a": 1.0}), Key(0), ownership)
+        sft = Objective("sft")
+        losses = {split: client.loss(made.initial, sft, split) for split in ("train", "validation")}
+        alone = [made.pair_trainer.loss(made.initial, sft, np.array([k])) for k in (0, row)]
+        assert list(losses.values()) == alone
+        assert (alone[0] == alone[1]) == (row == 0)
+
+
+@pytest.mark.parametrize("other", [{"family": "llama"}, {"first": 50}], ids=["model", "data"])
+def test_runs_that_share_a_folder_share_outputs_of_one_model_and_data_only(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    """Another model or other data of the same lengths read nothing of what the first run has stored."""
+    options: dict[str, Any] = {"family": "gpt2", **other}
+    first = trainers("gpt2", CONTEXT, 1, cache=tmp_path)
+    stored = first.score("a", first.initial, "test").reference
+    shared, alone = (trainers(longest=CONTEXT, cache=cache, **options) for cache in (tmp_path, None))
+    rows = np.array([1])
+    found, expected = (made.pair_trainer.score(made.initial, rows).reference for made in (shared, alone))
+    assert np.array_equal(found, expected)
+    assert not np.array_equal(found, stored)

@@ -88,10 +88,17 @@ def crowd(size: int, dimension: int, seed: int = 0, pairs: int = 5) -> dict[str,
 
 @dataclass
 class Quadratic:
-    """Data of a client: targets ``[n, d]`` and curvature ``[d, d]``, by default the identity."""
+    """Data of a client.
+
+    Attributes:
+        targets: ``[n, d]`` targets that it trains on.
+        curvature: ``[d, d]``; ``None``: the identity.
+        validation: ``[m, d]`` validation targets; ``None``: the client has none.
+    """
 
     targets: torch.Tensor
     curvature: torch.Tensor | None = None
+    validation: torch.Tensor | None = None
 
     @staticmethod
     def at(optimum: Sequence[float], curvature: Sequence[float] | None = None, size: int = 1) -> Quadratic:
@@ -186,8 +193,11 @@ class QuadraticTrainer:
         return gradient.replace(frozen), self.data.loss(tensors.flat, rows)
 
     def loss(self, tensors: Tensors, objective: Objective, split: Literal["train", "validation"]) -> float:
-        """Return the mean loss over all targets."""
-        return self.data.loss(tensors.flat, torch.arange(self.size))
+        """Return the mean loss over the targets of a split; without validation targets, over the others."""
+        own = self.data
+        if split == "validation" and own.validation is not None:
+            own = Quadratic(own.validation, own.curvature)
+        return own.loss(tensors.flat, torch.arange(own.size))
 
     def posteriors(
         self, tensors: Tensors, objective: Objective, *, pairs: int | None = None
