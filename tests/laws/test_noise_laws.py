@@ -1,6 +1,7 @@
 """Clipping and noise: what one client can change, and what they change where they have nothing to do."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import scipy.stats
@@ -9,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import toy
-from prefed.core import Download, Entry, Exchange, Key, Layout, Privacy, Tensors, Upload
+from prefed.core import Download, Entry, Exchange, Key, Layout, Privacy, Round, Tensors, Upload
+from prefed.engines.validation import expected_groups, withhold_scalars
+from prefed.methods import METHODS
 from prefed.privacy import noised_mean, privatize
 from prefed.privacy.mechanism import normal
 from prefed.store import RunReader
+from prefed.testing import Problem, QuadraticTrainer
 
 LAYOUT = Layout((Entry("a", (3,), "lora"), Entry("b", (2,), "head")))
 STEP = Layout((Entry("a", (3,), "lora"),))
@@ -172,3 +176,65 @@ def test_scaffolds_central_control_variate_is_the_plain_one(tmp_path):
     same = toy.run(tmp_path / "private", privacy={"kind": "central", "noise_multiplier": 0.0}, **options)
     for name, group in plain.tensors.items():
         assert torch.allclose(group.flat, same.tensors[name].flat, rtol=1e-12, atol=1e-12)
+
+
+REFUSE = {"centralized", "local", "icl", "fedbiscuit", "decdpo", "fedamp", "fedvpl", "fedvpa"}
+"""Methods that refuse central noise, see tests/unit/test_accountant.py."""
+FEWER = {"fedsdg": {"alignment": "off"}}
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - REFUSE))
+def test_all_that_travels_moves_by_one_clip_a_client(name):
+    """In every exchange of a round, whatever one client sends in any tensor of any group, all groups together
+    move by at most C/m if it is left out, and by 2 C/m if it is replaced. Both are reached, so no tensor has
+    a clip of its own. What a client sends is exactly what is clipped, a client that learns nothing sends a
+    step of 0, and neither weights nor numbers travel."""
+    private = Privacy(kind="central", clip=0.5, noise_multiplier=0.0)
+    problem = Problem(METHODS[name], {"lr": 1e-10, "schedule": "constant", **FEWER.get(name, {})})
+    method, start, clients = problem.build(), problem.initial, problem.clients
+    server, first = method.init_server(start), min(clients)
+    now = Round(1, 3, Key(0), dict.fromkeys(clients, 1.0), private)
+    exchanges = [exchange for exchange in method.exchanges if exchange.due(1)]
+    assert exchanges
+    for exchange in exchanges:
+        layouts = expected_groups(first, exchange, method.ownership, start.layout, now)
+        sent = {client: exchange.send(server, client, now) for client in clients}
+        assert all(same_tensors(sent[first].tensors, each.tensors) for each in sent.values())
+        trainers = {
+            client: QuadraticTrainer(client, data, now, Key(0), method.ownership, start)
+            for client, data in clients.items()
+        }
+        honest = [
+            withhold_scalars(
+                exchange.work(trainer, method.init_client(start, client), sent[client])[0],
+                client,
+                exchange,
+                now,
+            )
+            for client, trainer in trainers.items()
+        ]
+        for each in honest:
+            assert {group: tensors.layout for group, tensors in each.tensors.items()} == dict(layouts)
+            assert (each.weight, each.scalars) == (1.0, {})
+
+        def mean(those, exchange=exchange, layouts=layouts, sent=sent):
+            return flat(noised_mean(those, sent[first], exchange, layouts, len(clients), private, None))
+
+        def liar(group, entry, size, first_upload=honest[0]):
+            tensors = first_upload.tensors[group].clone()
+            tensors[entry].add_(size)
+            return replace(first_upload, tensors={**first_upload.tensors, group: tensors})
+
+        nothing, step = mean([]), private.clip / len(clients)
+        if "control" not in layouts:
+            assert float((mean(honest) - nothing).norm()) < 1e-6
+        for group, layout in layouts.items():
+            for entry in layout.names:
+                far, near = liar(group, entry, 1e6), liar(group, entry, -1e6)
+                moved = mean([far, *honest[1:]])
+                assert float((moved - mean(honest[1:])).norm()) == pytest.approx(step, rel=1e-6)
+                assert float((moved - mean([near, *honest[1:]])).norm()) == pytest.approx(2 * step, rel=1e-5)
+
+
+def same_tensors(one, other):
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
