@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from prefed.data import ClientData, ClientSizes, FederatedDataset, TokenSet
 from prefed.data.dataset import RowCounts
 from prefed.models import ModelError
 from prefed.train import PairTrainerFactory
+from prefed.train.pair_cache import PairScoreCache
 from small_models import VOCABULARY, Pair, backbone
 
 CONTEXT = 64
@@ -121,3 +123,42 @@ def test_runs_that_share_a_folder_share_outputs_of_one_model_and_data_only(
     found, expected = (made.pair_trainer.score(made.initial, rows).reference for made in (shared, alone))
     assert np.array_equal(found, expected)
     assert not np.array_equal(found, stored)
+
+
+def test_pooled_pairs_are_those_of_clients_that_train() -> None:
+    made = trainers("gpt2", CONTEXT, 2, validation=[1])
+    clients = {"a": made.dataset.clients["a"], "b": ClientData("b", *(np.array([k]) for k in (2, 1, 0)))}
+    dataset = replace(made.dataset, clients=clients)
+    pooled = [
+        PairTrainerFactory(made.backbone, dataset, unseen=unseen)._data("pooled").train.tolist()
+        for unseen in ((), ("b",))
+    ]
+    assert pooled == [[0, 2], [0]]
+
+
+def test_contexts_are_the_same_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, keys = trainers("gpt2", CONTEXT, 1), []
+    monkeypatch.setattr(made.pair_trainer, "posteriors", lambda *arguments: keys.append(arguments[3]))
+    ownership = Ownership.of(made.initial.layout, lambda entry: Owner.SHARED)
+    for number in (1, 2):
+        now = Round(number, 2, Key(5).at("round", number), {"a": 1.0})
+        made.trainer("a", now, now.key, ownership).posteriors(made.initial, Objective("latent"))
+    assert keys[0] == keys[1] == Key(5).at("contexts").at("client", "a")
+
+
+def test_scoring_and_training_have_files_of_their_own(tmp_path: Path) -> None:
+    """Their groups differ, and so do the last digits of what the reference makes of a pair."""
+    made = trainers("gpt2", CONTEXT, 0, cache=tmp_path)
+    made.score("a", made.initial, "test")
+    references = trainers("gpt2", CONTEXT, 0, cache=tmp_path).pair_trainer.references
+    row = np.array([0])
+    assert (references.scoring.missing(row), references.training.missing(row)) == (False, True)
+
+
+def test_numbers_of_another_row_count_as_missing(tmp_path: Path) -> None:
+    cache = PairScoreCache(2, tmp_path)
+    cache.put(np.arange(2), np.array([[1.0, 2.0], [3.0, 4.0]], np.float32))
+    path = tmp_path / "reference.f32"
+    path.write_bytes(path.read_bytes()[12:] + path.read_bytes()[:12])
+    swapped = PairScoreCache(2, tmp_path)
+    assert [swapped.missing(np.array([row])) for row in (0, 1)] == [True, True]

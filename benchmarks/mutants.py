@@ -1,0 +1,323 @@
+r"""Faults of one line, each of which a test must notice.
+
+    python benchmarks/mutants.py                 # all; some 20 s each
+    python benchmarks/mutants.py cache stopping  # those whose file or change contains a word
+    python benchmarks/mutants.py --check         # whether each change can still be made, without a test
+
+Each is made in a copy of the tree, where its tests run; one that they pass survives. The exit code is 1 if
+any does. Add a line with every law, twin or guard that a change of tests might lose.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Mutant(NamedTuple):
+    """In ``src/prefed/FILE``, ``old``, which occurs once, becomes ``new``; ``tests`` are to fail."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = tuple(
+    Mutant(*line)
+    for line in (
+        # train
+        (
+            "train/pair_trainer.py",
+            "self.validation_rows if validate else self.rows",
+            "self.rows",
+            "unit/test_trainer_factory.py",
+        ),
+        (
+            "train/pair_trainer.py",
+            'f"{kind}-{self._model[:12]}-{dataset',
+            'f"{kind}-{dataset',
+            "unit/test_trainer_factory.py",
+        ),
+        (
+            "train/pair_trainer.py",
+            "-{dataset.tokens.fingerprint[:12]}",
+            "",
+            "unit/test_trainer_factory.py",
+        ),
+        (
+            "train/pair_trainer.py",
+            "if name not in self._unseen]",
+            "]",
+            "unit/test_trainer_factory.py",
+        ),
+        (
+            "train/pair_trainer.py",
+            'Key(self.round.key.seed).at("contexts")',
+            'self.round.key.at("contexts")',
+            "unit/test_trainer_factory.py",
+        ),
+        (
+            "train/pair_model.py",
+            'f"{name}-training"',
+            "name",
+            "unit/test_trainer_factory.py",
+        ),
+        (
+            "train/pair_cache.py",
+            "xxhash.xxh32_intdigest(words.tobytes(), row) or 1",
+            "xxhash.xxh32_intdigest(words.tobytes(), 0) or 1",
+            "unit/test_trainer_factory.py",
+        ),
+        (
+            "train/rewards.py",
+            "logits[:, 1] - logits[:, 0]",
+            "logits[:, 0] - logits[:, 1]",
+            "unit/test_rewards.py",
+        ),
+        (
+            "train/loss_trainer.py",
+            "share * values.sum() / len(rows)",
+            "share * values.mean()",
+            "golden/test_pair_trainer_twins.py",
+        ),
+        (
+            "train/loss_trainer.py",
+            "metrics[name] += share * value",
+            "metrics[name] += value",
+            "golden/test_pair_trainer_twins.py golden/test_kto.py",
+        ),
+        (
+            "train/optimizer_steps.py",
+            "slope = gate * (1 - gate)",
+            "slope = gate",
+            "golden/test_optim.py",
+        ),
+        (
+            "train/optimizer_steps.py",
+            "return Moments(slots, before + steps)",
+            "return Moments(slots, steps)",
+            "golden/test_optimizer_state.py",
+        ),
+        (
+            "train/optimizer_steps.py",
+            'key.at("epoch", epoch).numpy()',
+            'key.at("epoch", 0).numpy()',
+            "golden/test_optim.py golden/test_pair_trainer_twins.py",
+        ),
+        (
+            "train/metrics/pairs.py",
+            "finite & (per_token[:, 0] > per_token[:, 1])",
+            "finite & (per_token[:, 0] >= per_token[:, 1])",
+            "unit/test_metrics.py",
+        ),
+        (
+            "train/ppo.py",
+            "scores = self._scores(rows)[torch.from_numpy(taken)]",
+            "scores = self._scores(rows[taken])",
+            "unit/test_ppo.py",
+        ),
+        # merge
+        (
+            "merge/rules.py",
+            "low, high = ranked[(n - 1) // 2], ranked[n // 2]",
+            "low, high = ranked[n // 2], ranked[n // 2]",
+            "laws/test_merge_laws.py unit/test_merge.py",
+        ),
+        (
+            "merge/rules.py",
+            "[:, : n - liars - 2]",
+            "[:, : n - liars - 1]",
+            "unit/test_merge.py",
+        ),
+        (
+            "merge/optimizers.py",
+            "torch.sign(second - square)",
+            "torch.sign(square - second)",
+            "unit/test_aggregator.py unit/test_merge.py",
+        ),
+        (
+            "merge/lora.py",
+            'axis = 0 if entry.factor == "A" else 1\n            more',
+            "axis = 0\n            more",
+            "golden/test_ranks.py unit/test_merge_lora.py",
+        ),
+        (
+            "merge/lora.py",
+            "factors[module.a] = (2 * draw - 1) * width**-0.5",
+            "factors[module.a] = draw * width**-0.5",
+            "unit/test_merge_lora.py",
+        ),
+        (
+            "merge/fairness.py",
+            "max(upload.scalars[LOSS], 0.0)",
+            "upload.scalars[LOSS]",
+            "golden/test_fair_weights.py",
+        ),
+        (
+            "merge/aggregator.py",
+            "most = max(self.config.ranks[upload.client] for upload in replies)",
+            "most = min(self.config.ranks[upload.client] for upload in replies)",
+            "golden/test_ranks.py",
+        ),
+        (
+            "merge/aggregator.py",
+            "sum(weights) / sum(rest)",
+            "1.0",
+            "unit/test_merge.py unit/test_aggregator.py laws/test_merge_laws.py",
+        ),
+        (
+            "merge/posteriors.py",
+            "means.var(0, correction=0)",
+            "means.var(0)",
+            "unit/test_prototypes.py unit/test_taste_selector.py",
+        ),
+        (
+            "merge/clustering.py",
+            "if best is None or total < best[0]:",
+            "if best is None or total <= best[0]:",
+            "laws/test_cluster_laws.py unit/test_prototypes.py",
+        ),
+        # engines
+        (
+            "engines/stopping.py",
+            "sign * (value - old.value) > self.delta",
+            "sign * (value - old.value) >= self.delta",
+            "engines/test_stopping.py",
+        ),
+        (
+            "engines/stopping.py",
+            "since >= self.patience",
+            "since > self.patience",
+            "engines/test_stopping.py",
+        ),
+        (
+            "engines/job.py",
+            "if coin * clients < size]",
+            "if coin * clients > size]",
+            "engines/test_privacy.py",
+        ),
+        (
+            "engines/server_rounds.py",
+            "job.members if client not in aside | drawn]",
+            "job.members if client not in aside]",
+            "engines/test_offences.py",
+        ),
+        (
+            "engines/diagnostics.py",
+            "p * (1 - p) * variance / 2",
+            "p * p * variance / 2",
+            "engines/test_diagnostics.py",
+        ),
+        (
+            "engines/evaluation.py",
+            "shared = pair_figures(job, score(job.shared(published)))",
+            "shared = pair_figures(job, score(model))",
+            "engines/test_personal_runs.py",
+        ),
+        (
+            "engines/aggregation.py",
+            "upload.client != client]",
+            "upload.client == client]",
+            "unit/test_hostile_runs.py engines/test_hostile.py",
+        ),
+        # data
+        (
+            "data/partition.py",
+            "mask & (scope >= 0)\n\n\ndef leak_mask",
+            "mask\n\n\ndef leak_mask",
+            "unit/test_data_splits.py unit/test_data_dataset.py laws/test_partition_laws.py",
+        ),
+        (
+            "data/encoding.py",
+            'return response if response[:1].isspace() else " " + response',
+            "return response",
+            "unit/test_data_templates.py unit/test_data_tokens.py",
+        ),
+        (
+            "data/partition.py",
+            "train = train[np.sort(drawn)]",
+            "train = train[: len(drawn)]",
+            "unit/test_data_splits.py unit/test_data_partition.py",
+        ),
+        # privacy
+        (
+            "privacy/mechanism.py",
+            "for step in steps.values()))",
+            "for step in list(steps.values())[:1]))",
+            "laws/test_noise_laws.py",
+        ),
+        # methods
+        (
+            "methods/fedbiscuit.py",
+            'download, "validation"))',
+            'download, "train"))',
+            "unit/test_selector_methods.py",
+        ),
+        (
+            "methods/base/selector.py",
+            'State(), published, "train")',
+            'State(), published, "validation")',
+            "unit/test_selector_methods.py",
+        ),
+    )
+)
+
+
+def copy(folder: Path) -> Path:
+    """Copy the tree without what was built, next to the same shared folder."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "site", "build", "dist")
+    tree = Path(shutil.copytree(ROOT, folder / ROOT.name, ignore=ignored))
+    beside = ROOT.parent / "shared"
+    if beside.exists():
+        (folder / "shared").symlink_to(beside)
+    return tree
+
+
+def survives(tree: Path, mutant: Mutant) -> bool:
+    """Whether all tests of a mutant pass with its change."""
+    path = tree / "src/prefed" / mutant.file
+    text = path.read_text("utf-8")
+    path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+    tests = [f"tests/{name}" for name in mutant.tests.split()]
+    words = [sys.executable, "-m", "pytest", "-n0", "-x", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+    try:
+        code = subprocess.run(words, cwd=tree, env=environment, capture_output=True).returncode
+    finally:
+        path.write_text(text, "utf-8")
+    if code not in (0, 1):
+        raise SystemExit(f"{mutant.file}: {mutant.new!r}: pytest ended with {code}: the tests do not run")
+    return code == 0
+
+
+def main(*words: str) -> None:
+    """Make the changes and print what survives."""
+    for mutant in MUTANTS:
+        found = (ROOT / "src/prefed" / mutant.file).read_text("utf-8").count(mutant.old)
+        if found != 1:
+            raise SystemExit(f"{mutant.file} has {mutant.old!r} {found} times, not once: update the list")
+    if words == ("--check",):
+        return
+    chosen = [m for m in MUTANTS if not words or any(w in f"{m.file} {m.old}" for w in words)]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy(Path(folder))
+        alive = 0
+        for mutant in chosen:
+            lives = survives(tree, mutant)
+            alive += lives
+            line = " ".join(mutant.new.split()) or f"without {mutant.old}"
+            print(f"{'SURVIVES' if lives else 'killed  '}  {mutant.file}: {line}", flush=True)
+    print(f"{alive} of {len(chosen)} survive")
+    raise SystemExit(bool(alive))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
