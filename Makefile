@@ -7,6 +7,7 @@
 #   make lint      ruff and mypy alone          make docs    the documentation, into site/
 #   make format    let ruff rewrite the code    make bench   the programs behind docs/results.md
 #   make dist      wheel and sdist into dist/   make lock    lock.txt, after a change of constraints.txt
+#   make test-processors  the tests of numbers as other processors would compute them
 #   make matrix    tests of other libraries on Python 3.11 to 3.14, with their oldest and newest versions
 #   make wheelhouse WHEELHOUSE=FOLDER EXTRA=site    what an installation without a network needs
 #   make clean     remove what was built
@@ -28,7 +29,7 @@ BIN  := $(VENV)/bin
 PIP   = $(BIN)/python -m pip --disable-pip-version-check
 WITH  = $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help install demo test lint format docs bench dist lock matrix wheelhouse clean
+.PHONY: help install demo test lint format docs bench dist lock matrix test-processors wheelhouse clean
 .DEFAULT_GOAL := help
 
 help:
@@ -73,7 +74,7 @@ docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install
-	@for program in $(filter-out $(addprefix benchmarks/,common.py install_size.py attacked.py barrier.py members.py greedy_hub.py zoo.py models_page.py wards.py watched_site.py federation_faults.py),$(wildcard benchmarks/*.py)); do \
+	@for program in $(filter-out $(addprefix benchmarks/,common.py install_size.py attacked.py barrier.py members.py greedy_hub.py zoo.py models_page.py wards.py watched_site.py federation_faults.py mutants.py),$(wildcard benchmarks/*.py)); do \
 	    echo "== $$program"; $(BIN)/python $$program || exit 1; \
 	done
 
@@ -85,6 +86,9 @@ lock: $(VENV)/.released
 
 matrix: $(VENV)/.released
 	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH="$(TORCH)" scripts/matrix.sh
+
+test-processors: install
+	PYTHON=$(BIN)/python JOBS=$(JOBS) scripts/processors.sh
 
 wheelhouse: $(VENV)/.released $(VENV)/.documented
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON="$(or $(PYTHON),$(CURDIR)/$(BIN)/python)" TORCH="$(TORCH)" scripts/wheelhouse.sh $(WHEELHOUSE) $(EXTRA)

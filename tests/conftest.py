@@ -31,7 +31,8 @@ settings.register_profile(
 settings.register_profile("search", max_examples=400, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-torch.set_num_threads(1)
+# One thread, unless OMP_NUM_THREADS says otherwise, as scripts/processors.sh does.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 # What fsync does shows only when the power fails: nothing waits for it, but in processes that tests start.
 # tests/unit/test_durability.py says what is synced when.
 os.fsync = lambda handle: None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -81,6 +84,18 @@ class Choices(Pairs):
         self.orientations = np.array(orientations or draw.integers(0, 2, count), np.uint8)
 
 
+@contextmanager
+def float64() -> Iterator[None]:
+    """Compute in float64 what is fp32; also a decorator of a test. Two ways to one number then agree to 1e-12
+    on every processor, and to 1e-6 if numbers are rounded to fp32 on the way, as in transformers' norms."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with patch.object(torch.Tensor, "float", torch.Tensor.double):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def causal(family: str) -> Any:
     """A model of a family with weights far enough from zero for differences to show."""
     torch.manual_seed(0)
@@ -118,6 +133,7 @@ def backbone(
             **settings,
         }
     )
+    double = double or torch.get_default_dtype() == torch.float64
     model = model.double() if double else model.to(getattr(torch, config.dtype or "float32"))
     return make_backbone(model, None, config, Key(1), needs)
 
@@ -141,4 +157,5 @@ def put_lora(model: torch.nn.Module, tensors: Tensors) -> dict[str, torch.nn.Par
     return parameters
 
 
-__all__ = ["FAMILIES", "VOCABULARY", "Choices", "Pair", "Pairs", "away", "backbone", "causal", "put_lora"]
+__all__ = ["FAMILIES", "VOCABULARY", "Choices", "Pair", "Pairs", "away", "backbone", "causal"]
+__all__ += ["float64", "put_lora"]

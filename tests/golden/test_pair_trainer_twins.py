@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.small_models import FAMILIES, Pairs, away, backbone
+from tests.small_models import FAMILIES, Pairs, away, backbone, float64
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.train import Packing, PairTrainer, logprobs, packed, pair_model
@@ -136,6 +136,7 @@ def test_a_pair_does_not_see_its_neighbours() -> None:
     keep=st.booleans(),
     seed=st.integers(0, 99),
 )
+@float64()
 def test_blocked_logprobs(rows: int, vocabulary: int, block: int, keep: bool, seed: int) -> None:
     """Values and both gradients are log_softmax's, for any block size, held or computed a second time."""
     draw = torch.Generator().manual_seed(seed)
@@ -154,9 +155,9 @@ def test_blocked_logprobs(rows: int, vocabulary: int, block: int, keep: bool, se
         into = torch.ones_like(weight)
         added = token_logprobs(hidden, weight, pick, targets, into)
         (toward,) = torch.autograd.grad(added, hidden, slope)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close((toward, into - 1), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((toward, into - 1), expected, rtol=1e-12, atol=1e-12)
 
 
 def phase(parts: Ownership, model, objective: str = "dpo", names=None, **changes) -> Phase:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.small_models import Pairs, away, backbone
+from tests.small_models import Pairs, away, backbone, float64
 
 from prefed.core import Tensors
 from prefed.models.backbone import Backbone
@@ -60,6 +60,7 @@ def agree(got: torch.Tensor, want: torch.Tensor, model: Backbone, named: dict[st
 
 @pytest.mark.parametrize("factors", [False, True], ids=["branches", "factors"])
 @pytest.mark.parametrize("family", FAMILIES)
+@float64()
 def test_block_output_of_fedsdg(family: str, factors: bool) -> None:
     """With m = σ(a) of its block's a, each adapted layer gives W0 x + b + s (B_g A_g + m B_p A_p) x, or in
     factor space W0 x + b + s (B_g + m B_p)(A_g + m A_p) x; s = alpha / rank = 2, and a is ±1.3, where m

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from tests.small_models import Pairs, away, backbone
+from tests.small_models import Pairs, away, backbone, float64
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, PhaseResult, Tensors
 from prefed.models import ModelError, stacked_lora
@@ -56,33 +55,30 @@ def steps(visits: Visits, results: list[PhaseResult]) -> list[Tensors]:
 @pytest.mark.parametrize(
     "objective", [DPO, Objective("rpo"), Objective("sft")], ids=lambda objective: objective.name
 )
+@float64()
 def test_gradients_equal_those_of_one_client_in_float64(family: str, objective: Objective) -> None:
     """SGD with rate 1 goes as far as the gradient. Other clients' rows change only how products are blocked,
     so the steps of every client agree to 1e-12 of their norm once all that is fp32 is computed in float64."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with patch.object(torch.Tensor, "float", torch.Tensor.double):
-            visits = Visits(backbone(family, double=True), objective, Optimizer("sgd", lr=1.0, clip=0.0))
-            alone, (together, counts) = visits.alone(), visits.together()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    visits = Visits(backbone(family), objective, Optimizer("sgd", lr=1.0, clip=0.0))
+    alone, (together, counts) = visits.alone(), visits.together()
     assert counts == {"together": 5, "alone": 0}
     for ours, theirs in zip(steps(visits, together), steps(visits, alone), strict=True):
         assert ours.dtype == torch.float64
         assert (ours - theirs).norm() < 1e-12 * theirs.norm()
 
 
+@float64()
 def test_losses_dropout_and_metrics_are_the_clients_own() -> None:
-    """With dropout 0.5 another mask would change a loss by far more than rounding does."""
+    """With dropout 0.5 another mask would change a loss by far more than rounding does, here in float64."""
     visits = Visits(backbone(dropout=0.5), epochs=2)
     alone, (together, counts) = visits.alone(), visits.together()
     assert counts == {"together": 10, "alone": 0}
     for ours, theirs in zip(together, alone, strict=True):
         assert (ours.steps, ours.pairs) == (theirs.steps, theirs.pairs)
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
-        assert ours.figures == pytest.approx(theirs.figures, rel=1e-4)
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-7)
+        assert ours.figures == pytest.approx(theirs.figures, rel=1e-6)
     for ours, theirs in zip(steps(visits, together), steps(visits, alone), strict=True):
-        assert (ours - theirs).norm() < 1e-3 * theirs.norm()
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm()
 
 
 def test_a_client_that_diverges_leaves_the_others_as_they_are() -> None:

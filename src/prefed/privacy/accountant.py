@@ -109,8 +109,8 @@ class Guarantee:
         accounting = require()
         gaussian = accounting.GaussianDpEvent(noise / (2 if self.replaced else 1))
         if self.sampling == "fixed":
-            # Theorem 27 of arXiv:1808.00087 with the exact χ-divergences of two normal distributions, which is
-            # less than for any mechanism. tests/unit/test_accountant.py has the proof.
+            # Theorem 27 of arXiv:1808.00087 with the χ-divergences of normal distributions, less than those
+            # of other mechanisms. The proof is in tests/unit/test_accountant.py.
             return accounting.SampledWithoutReplacementDpEvent(self.clients, self.cohort, gaussian)
         if self.sampling == "poisson":
             return accounting.PoissonSampledDpEvent(self.cohort / self.clients, gaussian)

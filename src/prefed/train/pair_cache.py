@@ -64,9 +64,9 @@ class RecordCache:
         records = ((row, *self._record(row)) for row in rows.tolist())
         return any(check[0] != _check(numbers, row) for row, check, numbers in records)
 
-    def put(self, rows: Rows, values: npt.NDArray[np.float32]) -> None:
-        """Store the concatenated ``values`` of ``rows``, and sync them to disk if there is a folder."""
-        words, start = values.reshape(-1).view(np.uint32), 0
+    def put(self, rows: Rows, values: npt.NDArray[np.floating]) -> None:
+        """Store the concatenated ``values`` of ``rows`` as float32, and sync them to a folder's disk."""
+        words, start = values.reshape(-1).astype(np.float32, copy=False).view(np.uint32), 0
         for row in rows.tolist():
             check, numbers = self._record(row)
             numbers[:] = words[start : start + len(numbers)]
