@@ -1,10 +1,14 @@
 """Small files as people have them: written here, and the shared cases where they are present."""
 
+# ruff: noqa: E501 - one case a line
 import csv
 import io
 import json
+import re
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from prefed.core import Key
@@ -132,7 +136,7 @@ def test_what_excel_writes_is_read(case, tmp_path, name, settings):
     record = first(dataset, "ward_a")
     assert (record.prompt, record.response) == ("Frage 0 für Ärzte?", "Antwort „0“ – größer; so")
     assert (record.label, len(dataset.tokens)) == (False, 24)
-    assert dataset.findings.controls == {}
+    assert dataset.findings.garbled == {}
 
 
 def test_another_encoding_is_named(case, tmp_path):
@@ -141,8 +145,8 @@ def test_another_encoding_is_named(case, tmp_path):
     with pytest.raises(DataError, match=r'row 2: not utf-8 text .* set encoding = "cp1252"'):
         build(path, tmp_path)
     dataset = build(path, tmp_path, encoding="latin-1")
-    assert dataset.findings.controls == {"U+0084": 24, "U+0093": 24, "U+0096": 24}
-    assert "control characters in the texts: U+0084 (24 pairs), " in data_notices(dataset)[1][-1]
+    assert dataset.findings.garbled == {"\x84": 24, "\x93": 24, "\x96": 24}
+    assert "signs of a wrong encoding in the texts: U+0084 (24 pairs), " in data_notices(dataset)[1][-1]
     with pytest.raises(DataError, match=r'UTF-8 text: set encoding = "utf-8" instead of .cp1252'):
         build(case("excel_semicolon_bom.csv"), tmp_path / "other", encoding="cp1252")
 
@@ -280,3 +284,62 @@ def test_a_dot_in_the_column_of_the_partition(tmp_path, row):
     file = jsonl(tmp_path / "rows.jsonl", [{**each, **row} for each in pairs(3)])
     dataset = build(file, tmp_path, "meta.who")
     assert list(dataset.clients) == ["7" if row == {"meta": {"who": 7}} else "a"]
+
+
+def folder(*names, link=False):
+    """A function that makes a folder with rows in ``rows.jsonl``, and other files and links by name."""
+
+    def make(path):
+        path.mkdir()
+        jsonl(path / "rows.jsonl", pairs(3))
+        for name in names:
+            (path / name).symlink_to(path / "absent") if link else (path / name).write_bytes(b"")
+
+    return make
+
+
+def columns(path):
+    texts = [pa.array([f"{name} {k}" for k in range(3)]) for name in ("Q", "lost", " yes", " no")]
+    pq.write_table(pa.Table.from_arrays(texts, names=["prompt", "prompt", "chosen", "rejected"]), path)
+
+
+HEAD, ROW = "prompt,chosen,rejected\n", "Q{}, yes {}, no {}\n"
+CSV = HEAD + "".join(ROW.format(k, k, k) for k in range(3))
+REFUSED = {
+    "a key twice": ("a.jsonl", '{"prompt": "lost", "prompt": "Q", "chosen": "a", "rejected": "b"}\n', "row 1: not readable as JSON: an object has several values of 'prompt'"),
+    "a key twice in a message": ("a.json", '[{"prompt": [{"role": "user", "content": "a", "content": "b"}]}]', "several values of 'content'"),
+    "a column twice": ("a.parquet", columns, "several columns are called prompt; rename or remove one"),
+    "two CSV files joined": ("a.csv", CSV + CSV.replace("Q", "R"), "row 5: repeats the header"),
+    "a formula": ("a.csv", CSV + "Q,#NAME?, no\n", "row 5: a spreadsheet has lost the text of a field: #NAME?"),
+    "a full cell": ("a.csv", CSV + f"Q,{'x' * 32_767}, no\n", "row 5: a spreadsheet has lost the text .* 32,767 characters, the most"),
+    "a number for a prompt": ("a.jsonl", lines({**each, "prompt": 0} for each in pairs(1)), "prompt must be text or a list of messages, not a number"),
+    "a workbook": ("a.xlsx", b"PK\x03\x04", "an Excel workbook: unpack it, or save the sheet as CSV UTF-8"),
+    "an old workbook": ("a.xls", b"\xd0\xcf\x11\xe0", "an Excel workbook: save the sheet as CSV UTF-8"),
+}  # fmt: skip
+REPORTED = {
+    "a file without rows": ("a", folder("b.jsonl", "c.csv"), "files without rows: a/b.jsonl, a/c.csv"),
+    "a link to nothing": ("a", folder("b.jsonl", link=True), "files not read: a/b.jsonl"),
+    "UTF-8 read as Windows-1252": ("a.csv", CSV.replace(" yes", " für").encode().decode("cp1252"), "signs of a wrong encoding in the texts: Ã¼ (3 pairs);"),
+    "a mark in the middle": ("a.csv", CSV + "\ufeffR, yes, no\n", "in the texts: U+FEFF (1 pair);"),
+    "undecodable bytes": ("a.csv", CSV.replace(" yes", " f\ufffdr"), "in the texts: U+FFFD (3 pairs);"),
+}  # fmt: skip
+
+
+def make(path, content):
+    if callable(content):
+        content(path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_would_be_read_wrongly_is_refused(tmp_path, name, content, message):
+    with pytest.raises(DataError, match=re.escape(message).replace(r"\.\*", ".*")):
+        build(make(tmp_path / name, content), tmp_path, None)
+
+
+@pytest.mark.parametrize(("name", "content", "message"), REPORTED.values(), ids=REPORTED)
+def test_what_may_be_wrong_is_reported(tmp_path, name, content, message):
+    notes, warnings = data_notices(build(make(tmp_path / name, content), tmp_path, None))
+    assert any(message in text for text in notes + warnings)

@@ -348,7 +348,7 @@ def test_nothing_there(tmp_path):
         with pytest.raises(DataError, match=message):
             all_records(path)
     (tmp_path / "pairs.zip").write_bytes(b"PK\x03\x04rest")
-    with pytest.raises(DataError, match="a zip archive: unpack it"):
+    with pytest.raises(DataError, match="a zip archive or an Excel workbook: unpack it"):
         all_records(str(tmp_path / "pairs.zip"))
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(DataError, match="unknown file type"):

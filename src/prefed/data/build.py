@@ -84,8 +84,8 @@ def build_dataset(
     shutil.rmtree(partial, ignore_errors=True)
     files.private_folder(partial)
     try:
-        ignored = _ignored_files(given)
-        _build(config, make_encoder(config, tokenizer, selector), key, partial, inputs, ignored, selector)
+        names = _file_names(given)
+        _build(config, make_encoder(config, tokenizer, selector), key, partial, inputs, names, selector)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
@@ -134,8 +134,11 @@ def _inputs(
     }
 
 
-def _ignored_files(config: DataConfig) -> tuple[str, ...]:
-    """Return the files in source folders that are not read: of unknown type, or of another split."""
+def _file_names(config: DataConfig) -> tuple[dict[str, str], dict[str, str]]:
+    """Return path → name of the files in source folders: those that are read, and the others.
+
+    The others are of an unknown type or of another split.
+    """
     read, found = set[Path](), dict[Path, str]()
     for role, _, source in config.sources():
         folder = Path(source.path).expanduser()
@@ -143,7 +146,10 @@ def _ignored_files(config: DataConfig) -> tuple[str, ...]:
             read.update(data_files(folder, source.split or role))
             names = [*map(folder.joinpath, other_files(folder)), *data_files(folder)]
             found |= {file: (folder.name / file.relative_to(folder)).as_posix() for file in names}
-    return tuple(name for file, name in found.items() if file not in read)
+    ours, others = (
+        {str(f): name for f, name in found.items() if (f in read) == own} for own in (True, False)
+    )
+    return ours, others
 
 
 def _build(
@@ -152,7 +158,7 @@ def _build(
     key: Key,
     folder: Path,
     inputs: Mapping[str, Any],
-    ignored: tuple[str, ...],
+    names: tuple[dict[str, str], dict[str, str]],
     selector: SelectorConfig | None,
 ) -> None:
     counts = ReadCounts()
@@ -170,10 +176,15 @@ def _build(
         flipped = _flipped(config, assignment, splits.ids)
         findings = _findings(config, table, writer, splits).model_copy(
             update={
-                "ignored": ignored,
+                "ignored": tuple(names[1].values()),
                 "unread": _unread(config, counts, selector),
                 "contradicted": counts.contradicted,
-                "controls": dict(sorted(counts.controls.items())),
+                "garbled": dict(sorted(counts.garbled.items())),
+                "empty": tuple(
+                    name
+                    for path, name in names[0].items()
+                    if config.rows is None and path not in counts.files
+                ),
             }
         )
         fingerprint = writer.finish(_flipped_rows(splits, flipped, len(writer)))

@@ -114,7 +114,8 @@ class Findings(StrictModel):
         ignored: files in source folders that were not read.
         unread: columns that were neither used nor named as metadata.
         contradicted: pairs of rows that rate the rejected response higher.
-        controls: control character, or U+FFFD in the place of undecodable bytes → number of pairs with it.
+        empty: files in source folders without rows.
+        garbled: characters that a wrong encoding gives, or U+FFFD → number of pairs with them.
     """
 
     lost: dict[str, int] = Field(default_factory=dict)
@@ -123,7 +124,8 @@ class Findings(StrictModel):
     ignored: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     contradicted: int = 0
-    controls: dict[str, int] = Field(default_factory=dict)
+    empty: tuple[str, ...] = ()
+    garbled: dict[str, int] = Field(default_factory=dict)
 
 
 def similar_names(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:

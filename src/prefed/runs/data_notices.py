@@ -74,18 +74,22 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
     if findings.ignored:
         notes.append(f"files not read: {listed(findings.ignored, str)}")
     if findings.unread:
-        notes.append(f"columns not used: {listed(findings.unread, str, 12)}")
+        notes.append(f"columns not used: {listed(findings.unread, lambda name: name or repr(name), 12)}")
     if findings.contradicted:
         who = pluralize(findings.contradicted, "row rates its", "rows rate their")
         warnings.append(
             f"{who} rejected response higher than the chosen one (by scores, or by a negative margin): check "
             "which one is preferred"
         )
-    if findings.controls:
-        marks = [f"{mark} ({pluralize(count, 'pair', 'pairs')})" for mark, count in findings.controls.items()]
+    if findings.empty:
+        warnings.append(f"files without rows: {listed(findings.empty, str)}")
+    if findings.garbled:
+        marks = [
+            f"{_mark(text)} ({pluralize(count, 'pair', 'pairs')})" for text, count in findings.garbled.items()
+        ]
         warnings.append(
-            f"control characters in the texts: {listed(marks, str)}; a sign of the wrong encoding: files of "
-            'Windows need encoding = "cp1252" where "latin-1" gives such characters'
+            f"signs of a wrong encoding in the texts: {listed(marks, str)}; text of Windows read as Latin-1 "
+            'has control characters (set encoding = "cp1252"), and UTF-8 read as Windows-1252 has Ã¼ for ü'
         )
     if findings.gone:
         who = pluralize(len(findings.gone), "client has", "clients have")
@@ -130,6 +134,17 @@ def _encoding(counts: RowCounts) -> tuple[list[str], list[str]]:
     elif glued:
         notes.append(f"in {pluralize(glued, 'row', 'rows')}, {blank}: start responses with a space")
     return notes, warnings
+
+
+def _mark(text: str) -> str:
+    r"""Return characters as they are, a control character by its code point.
+
+    >>> _mark("\x84"), _mark("Ã¼")
+    ('U+0084', 'Ã¼')
+    """
+    return (
+        text if text.isprintable() and text != "\ufffd" else " ".join(f"U+{ord(mark):04X}" for mark in text)
+    )
 
 
 def _worst(dataset: FederatedDataset, most: int = 3) -> str:

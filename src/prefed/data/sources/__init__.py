@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 
-_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
-"""Characters that texts read in the right encoding hardly contain, and the one for undecodable bytes."""
+_GARBLED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd]|[\xc2\xc3][\x80-\xbf]|\xe2\u20ac.?")
+"""Signs of a wrong encoding: control characters, the one for undecodable bytes, UTF-8 read as Windows-1252."""
 
 
 @dataclass
@@ -50,7 +50,8 @@ class ReadCounts:
         contradicted: pairs whose rejected response has the higher score, or with a negative margin.
         unread: columns that were not used, in the order of their appearance.
         columns: all columns.
-        controls: see :class:`~prefed.data.dataset.Findings`.
+        garbled: see :class:`~prefed.data.dataset.Findings`.
+        files: files with rows.
     """
 
     read: int = 0
@@ -61,7 +62,8 @@ class ReadCounts:
     contradicted: int = 0
     unread: dict[str, None] = field(default_factory=dict)
     columns: set[str] = field(default_factory=set)
-    controls: Counter[str] = field(default_factory=Counter)
+    garbled: Counter[str] = field(default_factory=Counter)
+    files: set[str] = field(default_factory=set)
 
 
 def read_records(
@@ -96,6 +98,7 @@ def read_records(
         row = TrackedRow(plain)
         counts.read += 1
         counts.columns.update(plain)
+        counts.files.add(location.file)
         if setting is None and location.file != file:
             try:
                 form, file = detect_format(row), location.file
@@ -343,7 +346,7 @@ def _record(raw: RawPair, domain: str | None, config: DataConfig, counts: ReadCo
         return None
     counts.prefixes += repeated_prompt
     texts = [chosen, rejected, *([prompt] if isinstance(prompt, str) else [turn.content for turn in prompt])]
-    counts.controls.update({f"U+{ord(mark):04X}" for text in texts for mark in _CONTROLS.findall(text)})
+    counts.garbled.update({mark for text in texts for mark in _GARBLED.findall(text)})
     columns: dict[str, Any] = {
         "margin": raw.margin,
         "client": raw.client,

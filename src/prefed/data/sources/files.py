@@ -183,7 +183,7 @@ def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[
             errors.add(location, message)
             continue
         try:
-            value = json.loads(line.rstrip("\r\n"))
+            value = json.loads(line.rstrip("\r\n"), object_pairs_hook=_unique)
         except json.JSONDecodeError as error:
             if number == 1 and line.strip() == "[":
                 raise DataError(f"{path}: a JSON list, not one object per line; rename it to .json") from None
@@ -194,6 +194,16 @@ def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[
             errors.add(location, _unreadable(error))
             continue
         yield from _object(value, location, errors)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, of which Python would keep only the last of several values of a key."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has several values of {repeated!r}")
+    return value
 
 
 def _unreadable(error: ValueError | RecursionError) -> str:
@@ -219,7 +229,7 @@ def _json(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[R
     with _open(path, encoding) as stream:
         raw = stream.read()
     try:
-        values = json.loads(raw.decode(encoding).removeprefix("\ufeff"))
+        values = json.loads(raw.decode(encoding).removeprefix("\ufeff"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise DataError(
@@ -309,12 +319,30 @@ def _csv(
                 raise DataError(
                     f"{path}: the header repeats {', '.join(sorted(repeated))}; rename or remove one column"
                 )
+        elif values == header:
+            errors.add(location, "repeats the header; join CSV files without the headers of the later ones")
         elif len(values) != len(header):
             errors.add(location, f"{len(values)} fields, but the header has {len(header)}")
+        elif spoilt := next(filter(_spoilt, values), None):
+            text = (
+                spoilt
+                if spoilt in _SPREADSHEET_ERRORS
+                else f"{_CELL:,} characters, the most that a cell holds"
+            )
+            errors.add(location, f"a spreadsheet has lost the text of a field: {text}")
         else:
             # CSV cannot express a missing value other than by an empty field.
             row = {name: value if value else None for name, value in zip(header, values, strict=True)}
             yield row, location
+
+
+_SPREADSHEET_ERRORS = ("#NAME?", "#VALUE!", "#REF!", "#N/A", "#DIV/0!", "#NUM!", "#NULL!")
+_CELL = 32_767
+"""Maximum number of characters in a cell of Excel, which truncates longer texts."""
+
+
+def _spoilt(value: str) -> bool:
+    return len(value) == _CELL or value in _SPREADSHEET_ERRORS
 
 
 def _separator(path: Path, encoding: str, usual: str) -> str:
@@ -340,6 +368,11 @@ def _parquet(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tupl
     number = 0
     try:
         with pq.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(
+                    f"{path}: several columns are called {', '.join(repeated)}; rename or remove one"
+                )
             for batch in table.iter_batches(batch_size=_BATCH):
                 try:
                     rows = batch.to_pylist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,8 @@ _KINDS = {
 }
 NOT_TEXT = {
     b"PAR1": "a Parquet file: its name should end in .parquet",
-    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PK\x03\x04": "a zip archive or an Excel workbook: unpack it, or save the sheet as CSV UTF-8",
+    b"\xd0\xcf\x11\xe0": "an Excel workbook: save the sheet as CSV UTF-8",
     b"\x28\xb5\x2f\xfd": "a zstd file: unpack it",
     b"BZh": "a bzip2 file: unpack it",
     b"\xfd7zX": "an xz file: unpack it",
@@ -179,16 +180,14 @@ def _split_of(file: Path) -> str | None:
 
 
 def other_files(path: Path) -> list[str]:
-    """Return the names of visible files in a folder that are not data files."""
-    return sorted(
-        item.relative_to(path).as_posix()
-        for item in _visible(path)
-        if file_kind(item) is None and saved_home(item, path) is None
-    )
+    """Return the names of visible files in a folder that are not data files, and of links to nothing read."""
+    others = (item for item in _visible(path) if file_kind(item) is None and saved_home(item, path) is None)
+    links = (item for item in _visible(path, Path.is_symlink) if not item.is_file())
+    return sorted(item.relative_to(path).as_posix() for item in {*others, *links})
 
 
-def _visible(folder: Path) -> Iterator[Path]:
+def _visible(folder: Path, wanted: Callable[[Path], bool] = Path.is_file) -> Iterator[Path]:
     """Yield the files in a folder and its subfolders that are not hidden."""
     for item in folder.rglob("*"):
-        if item.is_file() and not any(part.startswith(".") for part in item.relative_to(folder).parts):
+        if wanted(item) and not any(part.startswith(".") for part in item.relative_to(folder).parts):
             yield item

@@ -614,10 +614,10 @@ def parse_messages(item: Any, name: str) -> tuple[Message, ...]:
     Raises:
         RowError: the value is not a list of such objects.
     """
-    if not item:
-        raise RowError(f"{name} is empty")
     if not isinstance(item, list | tuple):
         raise _mismatch(name, "text or a list of messages", item)
+    if not item:
+        raise RowError(f"{name} is empty")
     turns = []
     for turn in item:
         if not isinstance(turn, Mapping):
