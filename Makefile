@@ -74,7 +74,7 @@ docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install
-	@for program in $(filter-out $(addprefix benchmarks/,common.py install_size.py attacked.py barrier.py members.py greedy_hub.py zoo.py models_page.py wards.py watched_site.py federation_faults.py mutants.py),$(wildcard benchmarks/*.py)); do \
+	@for program in $(filter-out $(addprefix benchmarks/,common.py install_size.py attacked.py barrier.py members.py entrance.py greedy_hub.py zoo.py models_page.py wards.py watched_site.py federation_faults.py mutants.py),$(wildcard benchmarks/*.py)); do \
 	    echo "== $$program"; $(BIN)/python $$program || exit 1; \
 	done
 

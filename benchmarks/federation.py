@@ -97,12 +97,14 @@ def compare(federation: Federation, methods: list[str], rounds: int, steps: int)
 
 
 def newcomer(folder: Path) -> None:
-    """Run the blocks of the page's first part with bash, as they are printed."""
-    text = PAGE.read_text("utf-8").partition("## In ten commands")[2].partition("\n## ")[0]
+    """Write the files of the page's first part and run its commands with bash, as they are printed."""
+    text = PAGE.read_text("utf-8").partition("## Try it on one machine")[2].partition("\n## ")[0]
+    for name, content in re.findall(r'^```\w+ title="(.*?)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(content)
     blocks = re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).splitlines(keepends=True)
     count = sum(line.startswith("$ ") for line in lines)
-    script = "".join(line[2:] for line in lines if line[:2] in ("$ ", "> ") and "pip install" not in line)
+    script = "".join(line[2:] for line in lines if line.startswith("$ ") and "pip install" not in line)
     tools = f'prefed() {{ {" ".join(PREFED)} "$@"; }}\n'
     begun = time.monotonic()
     done = subprocess.Popen(["bash", "-ec", tools + script], cwd=folder, start_new_session=True)

@@ -18,7 +18,8 @@
     whether its requests carry the token that all replies of the hub carry.
 ``requests``
     ``[target, channel, topic, payload]``. With ``{"topic", "headers", "body"}`` as its payload it is a
-    command of FLARE's admin channel, whose body is a text or ``{"base64"}``.
+    command of FLARE's admin channel, whose body is a text or ``{"base64"}``. Any other dictionary is sent as
+    it is, which FLARE takes for a serialised object if it has the form of one.
 
 It prints JSON: for each request FLARE's return code, and what came. With :data:`TAKEN_OVER` as the
 ``sitecustomize.py`` of a hub's FLARE server, that sends what is asked of it: who has taken a hub over.
@@ -32,6 +33,7 @@ import sys
 import time
 from base64 import b64decode
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from nvflare.apis.fl_constant import CellMessageAuthHeaderKey as Auth
@@ -97,9 +99,25 @@ def asked(cell: Any, target: str, channel: str, topic: str, payload: Any) -> str
         for name, value in payload.get("headers", {}).items():
             command.set_header(name, value)
         payload = command
-    reply = cell.send_request(channel, topic, target, CellMessage({}, payload), SECONDS)
+    reply = cell.send_request(channel, topic, target, CellMessage({}, as_bytes(payload)), SECONDS)
     came = reply.payload.body if isinstance(reply.payload, Message) else reply.payload
     return json.dumps({"code": reply.get_header(Key.RETURN_CODE), "came": came}, default=str)
+
+
+def give_up(requests: list[Any]) -> None:
+    """End, as one that the hub has not admitted."""
+    for _ in requests:
+        print(json.dumps({"code": "not admitted", "came": None}), flush=True)
+    os._exit(0)
+
+
+def as_bytes(value: Any) -> Any:
+    """A payload with bytes in place of each ``{"base64"}`` in dictionaries."""
+    if not isinstance(value, dict):
+        return value
+    return (
+        b64decode(value["base64"]) if [*value] == ["base64"] else {k: as_bytes(v) for k, v in value.items()}
+    )
 
 
 def take_over(orders: Path) -> None:
@@ -132,7 +150,11 @@ def main() -> None:
     while not peers <= {*cell.core_cell.agents} and time.monotonic() < end:
         time.sleep(0.2)
     if "site" in wanted and kit is not None:
+        # FLARE would try forever.
+        fuse = Timer(6 * SECONDS, give_up, [wanted["requests"]])
+        fuse.start()
         registered(cell, kit, wanted["site"], wanted["project"])
+        fuse.cancel()
     forged = hubs_token(cell) if wanted.get("token") else {}
     forged |= {Key.ORIGIN: wanted["origin"]} if "origin" in wanted else {}
     cell.core_cell.add_outgoing_request_filter("*", "*", lambda message: message.add_headers(forged))
