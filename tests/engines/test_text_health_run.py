@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import toy
@@ -70,6 +71,11 @@ def test_answers_and_health_are_those_of_the_finished_runs_models(finished):
     assert health["length"] == pytest.approx(sum(counts) / 5)
     assert health["distinct_2"] == pytest.approx(sum(distinct) / 5)
     assert {client: own["answers"] for client, own in health["per_client"].items()} == {"left": 3, "right": 2}
+    trainers = load_run(finished, data=True).trainers
+    scores = [trainers.score(client, trainers.backbone.reference, "test") for client in CLIENTS]
+    places = [(scores[turn % 2], turn // 2) for turn in range(5)]
+    chosen = [-own.reference[row, 0] / own.lengths[row, 0] for own, row in places]
+    assert summary["text"]["base"]["chosen_surprise"] == pytest.approx(np.quantile(chosen, 0.9), rel=1e-5)
     measured = [record["evaluation"]["text"] for record in read_run(finished).rounds]
     assert measured[-1] == summary["text"]
     assert [text["base"] for text in measured] == 3 * [summary["text"]["base"]]

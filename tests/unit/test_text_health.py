@@ -89,6 +89,7 @@ def test_text_is_no_worse_than_the_base_models_by_more_than_the_interval(own, fo
     base = text_health([written(loop, [7] * 4 if loop else [1, 2]) for loop in (1.0, *[0.0] * 19)])
     base |= {"surprise": 0.8, "surprise_band": [0.5, 1.0]}
     assert unhealthy(base, base) == []
+    assert unhealthy({**base, "surprise": 3.1}, {**base, "chosen_surprise": 3.2}) == []
     assert unhealthy({**base, **own}, base) == found
     assert line is None or health_line({**base, **own}, base) == line
 

@@ -161,7 +161,8 @@ class TextHealth(TypedDict):
     """Health of the answers of a model, or of several (:data:`prefed.train.metrics.TEXT_METRICS`).
 
     ``answers`` is their number, ``surprise_band`` the 10th and 90th percentile of surprise over them.
-    ``per_client`` contains the health of each client's own answers.
+    ``per_client`` contains the health of each client's own answers. ``chosen_surprise`` of the base model is
+    the 90th percentile over the chosen responses to the same prompts.
     """
 
     answers: Annotated[int, Field(ge=1)]
@@ -173,6 +174,7 @@ class TextHealth(TypedDict):
     surprise: float
     surprise_band: Annotated[list[float], Field(min_length=2, max_length=2)]
     per_client: NotRequired[dict[str, TextHealth]]
+    chosen_surprise: NotRequired[float]
 
 
 class TextRecord(TypedDict):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from functools import cached_property
+from typing import Literal, cast
 
 import numpy as np
 
@@ -23,12 +24,13 @@ from prefed.data.encoding import continuation_text
 from prefed.data.record import plain_prompt
 from prefed.engines import ClientStates, Job
 from prefed.models import Backbone
-from prefed.models.trainable_parts import EXAMPLES
+from prefed.runs.build import answered_prompts
 from prefed.runs.finished_run import ANSWERS, Answer, prompt_text, read_answers
 from prefed.runs.loaded_run import no_client
 from prefed.runs.summary import mean_models
 from prefed.store import RunWriter
 from prefed.train.generation import (
+    Completion,
     Sampling,
     as_prompt,
     complete_batch,
@@ -39,14 +41,13 @@ from prefed.train.generation import (
     surprises,
 )
 from prefed.train.metrics import WrittenAnswer, text_health
+from prefed.train.metrics.text import BAND
 from prefed.train.pair_trainer import PairTrainerFactory
 
 BATCH = 16
 """Answers that are generated together."""
 SHOWN = 2
 """Clients whose models answer where ``[report]`` names none."""
-PROMPTS = 10
-"""Held-out prompts that a model with a chat template answers where ``[evaluate] text`` is not set."""
 TOKENS = (64, 256)
 """Lowest and highest limit of tokens in an answer, where ``[report]`` sets none."""
 
@@ -60,6 +61,7 @@ class _Asked:
         turn: text of its last turn.
         clients: those whose own models answer.
         holder: the client that holds it; ``None`` for a prompt of ``[report]``.
+        chosen: token ids of the chosen response of a held-out pair.
     """
 
     prompt: str
@@ -67,6 +69,7 @@ class _Asked:
     ids: tuple[int, ...]
     clients: tuple[str, ...] = ()
     holder: str | None = None
+    chosen: tuple[int, ...] = ()
 
 
 class RoundAnswers:
@@ -89,7 +92,8 @@ class RoundAnswers:
         self._how = Sampling(max_tokens=_limit(experiment, job), temperature=0)
         own = personal and job.method.personal
         self._reported = _of_report(experiment, job, self._how, own=own) if experiment.report else []
-        self._held_out = held_out_prompts(job, _count(experiment, job), self._how, own=own)
+        count = answered_prompts(experiment, self._trainers.backbone.tokenizer)
+        self._held_out = held_out_prompts(job, count, self._how, own=own)
         self._often = experiment.stop is not None or bool(experiment.evaluate.text)
         self._base = dict[_Asked, WrittenAnswer]()
 
@@ -142,7 +146,19 @@ class RoundAnswers:
         lines = (row.model_dump(exclude_none=True) for row in rows)
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         files.write(self._writer.path / ANSWERS, text.encode(), mode=0o600)
-        return _health(answers) if measured else None
+        if not measured:
+            return None
+        record = _health(answers)
+        if self._chosen:
+            record["base"]["chosen_surprise"] = float(np.quantile(self._chosen, BAND[1]))
+        return record
+
+    @cached_property
+    def _chosen(self) -> list[float]:
+        """Surprise of the chosen responses to the held-out prompts."""
+        known = [each for each in self._held_out if each.chosen]
+        chosen = [Completion([*each.chosen[:-1]], each.chosen[-1]) for each in known]
+        return surprises(self._trainers.backbone, [each.ids for each in known], chosen)
 
     def _kept(self, number: int) -> list[Answer]:
         """The rows of earlier rounds that stay: if rounds are raised, none of the former last one."""
@@ -219,23 +235,6 @@ def _doubles(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def writes_text(experiment: Experiment, tokenizer: Any) -> bool:
-    """Whether the models of a run answer held-out prompts."""
-    kind = experiment.method.kind
-    if kind.reads == "choice" or EXAMPLES in kind.needs(experiment.method.settings):
-        return False
-    if experiment.evaluate.text is not None:
-        return experiment.evaluate.text > 0
-    return Template.of(tokenizer, experiment.data).chat
-
-
-def _count(experiment: Experiment, job: Job) -> int:
-    """The number of held-out prompts that are answered."""
-    if not writes_text(experiment, cast(PairTrainerFactory, job.trainers).backbone.tokenizer):
-        return 0
-    return PROMPTS if experiment.evaluate.text is None else experiment.evaluate.text
-
-
 def _limit(experiment: Experiment, job: Job) -> int:
     """The maximum number of tokens in an answer: twice those of the longest held-out chosen response.
 
@@ -273,7 +272,8 @@ def held_out_prompts(job: Job, count: int, how: Sampling, *, own: bool) -> list[
     while holders and len(found) < count:
         for client in list(holders):
             for row in holders[client]:
-                ids = tuple(dataset.tokens.pair(row).prompt.tolist())
+                pair = dataset.tokens.pair(row)
+                ids = tuple(pair.prompt.tolist())
                 if ids in seen or not _fits(backbone, len(ids), how):
                     continue
                 seen.add(ids)
@@ -281,7 +281,8 @@ def held_out_prompts(job: Job, count: int, how: Sampling, *, own: bool) -> list[
                 turn = prompt if isinstance(prompt, str) else prompt[-1].content
                 single = isinstance(prompt, str) or len(prompt) == 1
                 whole = turn if single else prompt_text(plain_prompt(prompt))
-                found.append(_Asked(whole, turn, ids, (client,) if own else (), client))
+                chosen = tuple(pair.chosen.tolist()) if len(pair.rejected) else ()
+                found.append(_Asked(whole, turn, ids, (client,) if own else (), client, chosen))
                 break
             else:
                 del holders[client]

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("prefed")
 
+PROMPTS = 10
+"""Held-out prompts that a model with a chat template answers where ``[evaluate] text`` is not set."""
+
 
 def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
     """Read and tokenise the data of an experiment into ``folder``, or open the tokens there.
@@ -76,6 +79,16 @@ def selector_settings(experiment: Experiment) -> SelectorConfig | None:
     return experiment.selector if experiment.method.kind.reads == "choice" else None
 
 
+def answered_prompts(experiment: Experiment, tokenizer: Any) -> int:
+    """Return the number of held-out prompts that the models of a run answer at its end."""
+    kind = experiment.method.kind
+    if kind.reads == "choice" or EXAMPLES in kind.needs(experiment.method.settings):
+        return 0
+    if experiment.evaluate.text is not None:
+        return experiment.evaluate.text
+    return PROMPTS if Template(tokenizer, experiment.data.template).chat else 0
+
+
 def of_parent(experiment: Experiment) -> Experiment:
     """Return the experiment for a process whose workers train and evaluate: its model is on the CPU.
 
@@ -86,6 +99,8 @@ def of_parent(experiment: Experiment) -> Experiment:
     engine, model = experiment.engine, with_dtype(experiment.model)
     busy = experiment.report is not None or "latent" in experiment.parts
     if backend_name(engine.name, engine.workers) == "in_process" or busy:
+        return experiment
+    if answered_prompts(experiment, load_tokenizer(model)):
         return experiment
     if model.quantize is not None or model.dtype == "float16":
         return experiment

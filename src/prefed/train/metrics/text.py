@@ -184,14 +184,15 @@ def unhealthy(own: TextHealth, base: TextHealth) -> list[str]:
 
     A share is worse if it is outside the 95% interval (Wilson) of the base model's share, on the side that
     is not :attr:`TextMetric.better`. Surprise is worse if it exceeds the band of the base model's answers by
-    more than :data:`UNLIKELY`.
+    more than :data:`UNLIKELY`, and nine in ten of the responses that clients chose: these may be unlikely,
+    too.
     """
     found = []
     for name, words in _SYMPTOMS.items():
         low, high = wilson_interval(base[name], base["answers"])
         if own[name] < low if name == "ends" else own[name] > high:
             found.append(words[0])
-    if own["surprise"] > base["surprise_band"][1] + UNLIKELY:
+    if own["surprise"] > max(base["surprise_band"][1] + UNLIKELY, base.get("chosen_surprise", 0.0)):
         found.append("the text is unlikely under the base model")
     return found
 
