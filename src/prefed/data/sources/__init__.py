@@ -39,7 +39,7 @@ __all__ = [
 
 
 _GARBLED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd]|[\xc2\xc3][\x80-\xbf]|\xe2\u20ac.?")
-"""Signs of a wrong encoding: control characters, the one for undecodable bytes, UTF-8 read as Windows-1252."""
+"""Signs of a wrong encoding: control characters, U+FFFD, and UTF-8 that was read as Windows-1252."""
 
 
 @dataclass
