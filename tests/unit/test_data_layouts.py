@@ -203,6 +203,7 @@ ADVISED = {
     # Name: the row, a column in the message, and the prompt if one follows the advice "columns = {…}".
     "context": ({"question": "Q", "context": "C", "client": "ann", **AB}, "context", turns("u:Q\nC")),
     "history": ({"prompt": "Q", "history": chat("u:1", "a:2"), **AB}, "history", turns("u:1", "a:2", "u:Q")),
+    "context like a response": ({"prompt": "Q", "context": "a", **AB}, "context", turns("u:Q\na")),
     "two prompts": ({"question": "Q", "query": "P", **AB}, "question", None),
     "vote": ({"prompt": "Q", "winner": "output_2", **NUMBERED}, "winner", "Q"),
     "vote by number": ({"query": "Q", "choice": 2, **NUMBERED}, "choice", turns("u:Q")),
@@ -339,6 +340,7 @@ ROW = {"source": "web", "id": 3, "empty": [None, ""], "nested": {"a": 1}}
 def test_columns_that_are_not_used_are_reported(tmp_path):
     """The partition uses its column, a selector's template the post; the user names metadata."""
     rows = [row | ROW | {"post": "P", "title": "T", "subreddit": "r"} for row in pairs(20, worker="ann")]
+    rows[0]["prompt"] = ""
     file = str(jsonl(tmp_path / "rows.jsonl", [row | {"margin": -1} for row in rows]))
 
     def build(name, selector=None, **settings):
@@ -349,7 +351,7 @@ def test_columns_that_are_not_used_are_reported(tmp_path):
     dataset = build("every")
     assert left_out_table(dataset)["unused_columns"] == every
     notes, warnings = data_notices(dataset)
-    assert notes == [f"columns not used: {', '.join(every)}"]
+    assert notes == [f"columns not used: {', '.join(every)}", "1 row has an empty prompt"]
     assert "20 rows rate their rejected response higher" in warnings[0]
     named = build("named", SelectorConfig(template="summary"), metadata=["source", "nested"])
     assert named.findings.unread == ("id",)

@@ -178,6 +178,7 @@ def _build(
             update={
                 "ignored": tuple(names[1].values()),
                 "unread": _unread(config, counts, selector),
+                "promptless": counts.promptless,
                 "contradicted": counts.contradicted,
                 "garbled": dict(sorted(counts.garbled.items())),
                 "empty": tuple(

@@ -113,6 +113,7 @@ class Findings(StrictModel):
         similar: groups of names that may denote the same client.
         ignored: files in source folders that were not read.
         unread: columns that were neither used nor named as metadata.
+        promptless: pairs with an empty prompt, unless it is asked for.
         contradicted: pairs of rows that rate the rejected response higher.
         empty: files in source folders without rows.
         garbled: characters that a wrong encoding gives, or U+FFFD → number of pairs with them.
@@ -123,6 +124,7 @@ class Findings(StrictModel):
     similar: tuple[tuple[str, ...], ...] = ()
     ignored: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    promptless: int = 0
     contradicted: int = 0
     empty: tuple[str, ...] = ()
     garbled: dict[str, int] = Field(default_factory=dict)

@@ -75,6 +75,8 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
         notes.append(f"files not read: {listed(findings.ignored, str)}")
     if findings.unread:
         notes.append(f"columns not used: {listed(findings.unread, lambda name: name or repr(name), 12)}")
+    if findings.promptless:
+        notes.append(f"{pluralize(findings.promptless, 'row has', 'rows have')} an empty prompt")
     if findings.contradicted:
         who = pluralize(findings.contradicted, "row rates its", "rows rate their")
         warnings.append(

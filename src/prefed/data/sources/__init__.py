@@ -47,6 +47,7 @@ class ReadCounts:
     """Counts updated while reading; see :class:`~prefed.data.RowCounts`.
 
     Attributes:
+        promptless: rows with an empty prompt that nobody asked for.
         contradicted: pairs whose rejected response has the higher score, or with a negative margin.
         unread: columns that were not used, in the order of their appearance.
         columns: all columns.
@@ -59,6 +60,7 @@ class ReadCounts:
     ties: int = 0
     prefixes: int = 0
     short: int = 0
+    promptless: int = 0
     contradicted: int = 0
     unread: dict[str, None] = field(default_factory=dict)
     columns: set[str] = field(default_factory=set)
@@ -133,7 +135,7 @@ def read_records(
             counts.contradicted += contradicts(row, records)
             if form.name == "pairs" and columns is None:
                 layouts.check(given[0], location)
-            prompts.add(form, given, records)
+            counts.promptless += prompts.add(form, given, records)
             usable = True
         if usable:
             for record in records:
@@ -149,14 +151,14 @@ class _PromptCheck:
         self._asked = config.score == "whole" or (columns is not None and columns.prompt is not None)
         self._path, self._count, self._blank = source.path, 0, 0
 
-    def add(self, form: Format, pairs: Sequence[RawPair], records: Sequence[Record]) -> None:
-        """Count the records of one row.
+    def add(self, form: Format, pairs: Sequence[RawPair], records: Sequence[Record]) -> int:
+        """Return the number of a row's records with an empty prompt.
 
         Raises:
             RowError: the row has no column of a prompt, and its responses have no common beginning.
         """
         if self._asked or not form.has_prompts:
-            return
+            return 0
         blank = [not _has_text(record.prompt) for record in records]
         if any(blank) and pairs[0].prompt is None:
             raise RowError(
@@ -164,6 +166,7 @@ class _PromptCheck:
             )
         self._count += len(records)
         self._blank += sum(blank)
+        return sum(blank)
 
     def raise_if_none(self) -> None:
         """Check the whole source.

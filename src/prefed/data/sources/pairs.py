@@ -384,7 +384,7 @@ def better_of(vote: Any, names: Sequence[str], column: str) -> int | None:
     parts = different_parts(*ends)
     last = re.split(r"[^a-z0-9]+", text)[-1]
     found = [k for k in (0, 1) if text in (ends[k], parts[k], _SIDES[k]) or last == parts[k]]
-    if len(found) != 1 or isinstance(vote, bool):
+    if len(found) != 1:
         raise RowError(f"{column} is {vote!r}, which names neither {names[0]} nor {names[1]}")
     return found[0]
 
