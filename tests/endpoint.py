@@ -13,16 +13,16 @@ Reply = tuple[int, dict[str, str], bytes | Iterator[bytes]]
 """Status, headers and body, which may come in pieces."""
 
 
-def answer(text: str | None) -> Reply:
+def answer(text: str | None, finish: str = "stop") -> Reply:
     """A chat completion with this text."""
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": text}}
     body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
     return 200, {"Content-Type": "application/json"}, json.dumps(body).encode()
 
 
-def completion(text: str) -> Reply:
+def completion(text: str, finish: str = "stop") -> Reply:
     """A completion of a text."""
-    choice = {"index": 0, "finish_reason": "stop", "text": text}
+    choice = {"index": 0, "finish_reason": finish, "text": text}
     body = {"id": "1", "object": "text_completion", "created": 0, "model": "m", "choices": [choice]}
     return 200, {"Content-Type": "application/json"}, json.dumps(body).encode()
 

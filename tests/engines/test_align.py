@@ -23,6 +23,7 @@ from prefed.align import AlignError, align
 from prefed.align.alignment import write_pairs
 from prefed.align.run import STAGES, begun
 from prefed.align.stages import run_stages
+from prefed.align.training import label_trainer
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
 from prefed.core.wire import decode_state
@@ -30,6 +31,7 @@ from prefed.data import Record, Source, Template
 from prefed.runs.align import align as align_run
 from prefed.runs.finished_run import RunError
 from prefed.runs.run import run
+from prefed.train import generation
 from prefed.train.generation import prompt_ids
 from prefed.ui.cli import app
 
@@ -53,16 +55,24 @@ def test_the_whole_path(alignment):
     assert {row["prompt"] for row in made}.isdisjoint(HELD)
     assert summary["completions"]["tokens"] == sum(row["tokens"] for row in made)
     figures = summary["labels"]
-    left_out = sum(figures[name] for name in ("identical", "blank", "too_long", "ties"))
+    left_out = sum(figures[name] for name in ("identical", "blank", "too_long", "ties", "cut"))
     assert (figures["pairs"], figures["pairs"] - left_out) == (30, figures["labelled"])
     texts = {(row["index"], row["sample"]): row["completion"] for row in made}
+    ends = {row["completion"]: row["ended"] for row in made}
+    assert summary["completions"]["cut"] == sum(not row["ended"] for row in made)
+    assert all((row["tokens"] < 6) <= row["ended"] for row in made)
     expected = []
     for row in rows(alignment.folder, "scores.jsonl"):
         one, other = (texts[row["index"], sample] for sample in row["samples"])
         first = sum(np.sign(row["scores"])) > 0
-        expected.append((one, other) if first else (other, one))
+        chosen, rejected = (one, other) if first else (other, one)
+        if ends[chosen] or not ends[rejected]:
+            expected.append((chosen, rejected))
     labels = rows(alignment.folder, "labels.jsonl")
     assert [(row["chosen"], row["rejected"]) for row in labels] == expected
+    assert [row["ended"] for row in labels] == [
+        [ends[row["chosen"]], ends[row["rejected"]]] for row in labels
+    ]
     assert summary["train"]["pairs"] + summary["train"]["held_out"] == len(labels)
     best = max(summary["train"]["epochs"], key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))
     assert summary["train"]["kept"] == best["epoch"]
@@ -483,3 +493,23 @@ def test_an_adapter_of_another_model_leaves_nothing_behind(alignment, tmp_path):
         align(replace(alignment, config=config))
     align(alignment)
     assert content(alignment.folder) == content(whole.folder)
+
+
+def test_no_end_is_put_after_a_completion_that_was_cut(alignment, monkeypatch):
+    """It has one token fewer than if it had ended. A record of an older prefed does not say so: every one has
+    its end. No label prefers a completion that was cut to one that ended."""
+    # Every fourth token ends a completion, or few of this model's would.
+    monkeypatch.setattr(generation, "end_tokens", lambda backbone: set(range(0, 512, 4)))
+    (alignment.folder / "stages").mkdir(parents=True)
+    run_stages(alignment, STAGES[:4])
+    labels = rows(alignment.folder, "labels.jsonl")
+    lengths, end = [], alignment.policy.tokenizer.eos_token_id
+    for name, fields in (("labels", {}), ("old", {"ended": [True, True]})):
+        tokens = label_trainer(alignment, [{**row, **fields} for row in labels], name)[0].model.tokens
+        lengths.append(tokens.lengths[:, 1:])
+        assert [[ids[-1] == end for ids in tokens.pair(k)[1:]] for k in range(len(labels))] == [
+            {**row, **fields}["ended"] for row in labels
+        ]
+    assert (lengths[1] - lengths[0]).tolist() == [[not ended for ended in row["ended"]] for row in labels]
+    assert {tuple(row["ended"]) for row in labels} >= {(True, False), (False, False)}
+    assert not any(row["ended"] == [False, True] for row in labels)

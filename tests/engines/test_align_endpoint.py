@@ -107,15 +107,15 @@ def asked(folder, reply, prompt, chat=True, **settings):
 
 
 def test_a_conversation_is_a_chat(tmp_path):
-    """A server that takes neither seeds nor max_tokens is asked again without them."""
+    """A server that takes neither seeds nor max_tokens is asked again without them. Its answer was cut."""
 
     def choosy(text, number):
         name = {1: "seed", 2: "max_tokens"}.get(number)
-        return answer("Hello.") if name is None else failure(400, "unknown", param=name)
+        return answer("Hello.", "length") if name is None else failure(400, "unknown", param=name)
 
     prompt = (Message("system", "Be brief."), Message("user", "Hi"))
     texts, bodies, paths = asked(tmp_path, choosy, prompt)
-    assert texts == ["Hello."]
+    assert texts == [("Hello.", False)]
     assert bodies[2]["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
@@ -142,7 +142,7 @@ def test_the_server_loads_the_adapter_of_the_initial_policy(tmp_path):
         return completion(" there")
 
     texts, bodies, paths = asked(tmp_path, vllm, "Hi", load_adapter=True)
-    assert texts == [" there"]
+    assert texts == [(" there", True)]
     assert bodies[1] == {"lora_name": "org/policy", "lora_path": str(tmp_path / "policy")}
     assert paths == ["/v1/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/completions"]
 

@@ -9,6 +9,7 @@ from experiment_scripts import rows
 from prefed import Experiment, run
 from prefed.methods import METHODS
 from prefed.methods.base.tastes import posteriors
+from prefed.runs.tastes import TasteFigures
 from prefed.store import RunReader
 from preferences import jsonl
 from toy import Warned
@@ -88,3 +89,24 @@ def test_the_defaults_keep_opposed_tastes_apart(shared_data, shared_model, tmp_p
     summary = run(Experiment.model_validate(tree), tmp_path / "run").summary
     assert summary["shared_accuracy"]["mean"] == 0.5
     assert summary["preference_accuracy"]["mean"] > 0.75
+
+
+@pytest.mark.parametrize(("right", "collapsed"), [(0.95, False), (0.9, False), (0.75, True), (0.5, True)])
+def test_one_taste_that_serves_all_clients_is_no_collapse(right, collapsed):
+    """Every client's z is as good as any other's. Where that is right on few pairs, tastes have not
+    separated; where it is right on nine of ten, the clients want the same."""
+    n = 4
+    figures = TasteFigures(
+        clients=tuple("abcd"),
+        means=np.zeros((n, 2)),
+        log_variances=np.zeros((n, 2)),
+        accuracies=np.full((n, n), right),
+        population=np.full(n, right),
+        told={},
+        labels={},
+        prototypes=np.zeros((0, 2)),
+        trust={},
+        trainable_share=0.1,
+        met=0.0,
+    )
+    assert figures.plain()["collapsed"] is collapsed

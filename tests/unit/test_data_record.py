@@ -81,6 +81,8 @@ def test_columns_are_fields_and_extra():
 
 
 def test_swapped_twice_is_the_record():
-    record = Record("Q", "a", "b", margin=2.0, extra={"n": 1})
+    record = Record("Q", "a", "b", margin=2.0, extra={"n": 1}, ended=(True, False))
+    assert Record.from_json(record.to_json()) == record
+    assert record.swapped().ended == (False, True)
     assert record.swapped().swapped() == record
     assert record.swapped().margin == 2.0

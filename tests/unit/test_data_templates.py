@@ -31,6 +31,7 @@ def test_chat_template_of_the_tokenizer():
     prompt, chosen, rejected = Template(made).pair(TALK, "See you", "Go")
     assert prompt.endswith("<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
     assert (chosen, rejected) == ("See you<|im_end|>", "Go<|im_end|>")
+    assert Template(made).pair(TALK, "See you", "Go", (False, True))[1:] == ("See you", "Go<|im_end|>")
     plain = [{"role": m.role, "content": m.content} for m in TALK]
     whole = made.apply_chat_template([*plain, {"role": "assistant", "content": "See you"}], tokenize=False)
     assert prompt + chosen + "\n" == whole

@@ -116,6 +116,9 @@ def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
         f"no, they have collapsed: own z gains 0.5 points over another's; {COLLAPSE_REMEDY}"
         in dict(tastes.tastes_facts(told)).values()
     )
+    shared = {**TOLD, "own": 0.95, "another": 0.945}
+    assert tastes.tastes_line(shared) == "tastes: accuracy with own z 0.950, with another client's 0.945"
+    assert tastes.verdict(shared) == "the clients have the same taste: own z gains 0.5 points over another's"
 
 
 def test_one_client_without_prototypes_or_trust() -> None:

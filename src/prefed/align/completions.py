@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from prefed.align.alignment import Alignment
-from prefed.align.judge.endpoint import Endpoint, NoAnswerError
+from prefed.align.judge.endpoint import Answer, Endpoint, NoAnswerError
 from prefed.align.policy import FOLDER, AlignError
 from prefed.align.stages import Figures, Stage, append, rows_in, whole_batches
 from prefed.align.start import own_prompts
@@ -42,13 +42,13 @@ def endpoint_of(config: EndpointConfig) -> Endpoint:
 
 def _from_endpoint(
     alignment: Alignment, server: EndpointConfig, how: Sampling
-) -> Callable[[Sequence[tuple[Prompt, Key]]], list[str]]:
+) -> Callable[[Sequence[tuple[Prompt, Key]]], list[Answer]]:
     """Return a function that lets a server complete prompts."""
     endpoint, template = endpoint_of(server), alignment.template
     if server.load_adapter:
         endpoint.load_adapter(alignment.folder / FOLDER)
 
-    def ask(wanted: tuple[Prompt, Key]) -> str:
+    def ask(wanted: tuple[Prompt, Key]) -> Answer:
         prompt, key = wanted
         try:
             # With one seed for all requests, a server could repeat a completion.
@@ -106,10 +106,13 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
             for number, sample in (wanted[place] for place in batch)
         ]
         if remote is not None:
-            texts = remote(
+            answers = remote(
                 [(prompts[wanted[place][0]].prompt, key) for place, key in zip(batch, keys, strict=True)]
             )
-            counts = [len(policy.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+            counts = [
+                len(policy.tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+                for answer in answers
+            ]
         else:
             responses = complete_batch(
                 policy,
@@ -119,18 +122,19 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
                 keys,
                 tastes=at_prompts(drawn, (wanted[place][0] for place in batch)),
             )
-            texts = [
-                continuation_text(policy.tokenizer, sequences[place], response.tokens)
+            answers = [
+                Answer(continuation_text(policy.tokenizer, sequences[place], response.tokens), response.ended)
                 for place, response in zip(batch, responses, strict=True)
             ]
             counts = [len(response.tokens) for response in responses]
         rows = []
-        for place, text, count in zip(batch, texts, counts, strict=True):
+        for place, answer, count in zip(batch, answers, counts, strict=True):
             number, sample = wanted[place]
             rows.append(
                 {
                     "prompt": plain_prompt(prompts[number].prompt),
-                    "completion": text,
+                    "completion": answer.text,
+                    "ended": answer.ended,
                     "index": number,
                     "sample": sample,
                     "tokens": count,
@@ -141,9 +145,19 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         rate = tokens / max(time.perf_counter() - begun, 1e-9)
         alignment.callback.on_stage_step(name, finished, len(wanted), {"tokens_per_second": rate})
     seconds = max(time.perf_counter() - begun, 1e-9)
+    written = list(rows_in(path))
+    # An older prefed did not record whether a completion ended.
+    cut = sum(not row.get("ended", True) for row in written)
+    if 2 * cut > len(written):
+        alignment.callback.on_warning(
+            f"{cut:,} of {len(written):,} completions were cut at align.max_new_tokens = "
+            f"{config.max_new_tokens}: selectors judge only their beginnings, and the policy hardly learns "
+            "to end; raise it"
+        )
     return {
         "completions": len(wanted),
-        "tokens": sum(row["tokens"] for row in rows_in(path)),
+        "cut": cut,
+        "tokens": sum(row["tokens"] for row in written),
         "too_long": sum(len(ids[number]) > room for number in numbers),
         "tokens_per_second": tokens / seconds,
         **({} if server is None else {"model": server.model, "url": server.url, "bit_reproducible": False}),

@@ -35,18 +35,25 @@ BATCH = 256
 
 @dataclass(frozen=True)
 class Candidates:
-    """Two different completions of a prompt, with the numbers of the prompt and the samples."""
+    """Two different completions of a prompt, with the numbers of the prompt and the samples.
+
+    ``ended`` is whether the policy ended each of them.
+    """
 
     prompt: int
     samples: tuple[int, int]
     texts: tuple[str, str]
+    ended: tuple[bool, bool]
 
 
 def candidates(alignment: Alignment, generation: Generation, counts: dict[str, int]) -> Iterator[Candidates]:
     """Yield every two different completions of each prompt; the others are counted in ``counts``."""
     texts: defaultdict[int, dict[int, str]] = defaultdict(dict)
+    ends: defaultdict[int, dict[int, bool]] = defaultdict(dict)
     for row in rows_in(generation.path(alignment, completions.FILE)):
         texts[row["index"]][row["sample"]] = row["completion"]
+        # An older prefed did not record this.
+        ends[row["index"]][row["sample"]] = row.get("ended", True)
     for prompt in sorted(texts):
         for one, other in combinations(sorted(texts[prompt]), 2):
             first, second = texts[prompt][one], texts[prompt][other]
@@ -57,11 +64,12 @@ def candidates(alignment: Alignment, generation: Generation, counts: dict[str, i
             elif not first.strip() or not second.strip():
                 counts["blank"] += 1
             else:
-                yield Candidates(prompt, (one, other), (first, second))
+                ended = ends[prompt][one], ends[prompt][other]
+                yield Candidates(prompt, (one, other), (first, second), ended)
 
 
 def _work(alignment: Alignment, generation: Generation) -> Figures:
-    names = ("pairs", "identical", "blank", _not_judged(alignment), "ties", "unanimous")
+    names = ("pairs", "identical", "blank", _not_judged(alignment), "ties", "cut", "unanimous")
     counts = dict.fromkeys(names, 0)
     pairs = list(candidates(alignment, generation, counts))
     prompts = own_prompts(alignment)
@@ -162,12 +170,18 @@ def _labels(
             counts["ties"] += 1
             continue
         chosen, rejected = pair.texts[::sign]
+        ended = pair.ended[::sign]
+        if ended == (False, True):
+            # It would teach the policy not to end.
+            counts["cut"] += 1
+            continue
         votes = [sum(sign * score > 0 for score in scores), sum(sign * score < 0 for score in scores)]
         counts["unanimous"] += votes[0] == len(scores)
         yield {
             "prompt": plain_prompt(prompts[pair.prompt].prompt),
             "chosen": chosen,
             "rejected": rejected,
+            "ended": ended,
             "votes": votes,
             "margin": sign * sum(scores) / len(scores),
             "index": pair.prompt,

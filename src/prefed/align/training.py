@@ -65,7 +65,13 @@ def label_trainer(
     """
     backbone = alignment.policy
     records = [
-        Record(parse_prompt(row["prompt"]), row["chosen"], row["rejected"], margin=abs(row["margin"]))
+        Record(
+            parse_prompt(row["prompt"]),
+            row["chosen"],
+            row["rejected"],
+            margin=abs(row["margin"]),
+            ended=row.get("ended", (True, True)),
+        )
         for row in rows
     ]
     tokens = write_pairs(alignment, backbone, records, name)

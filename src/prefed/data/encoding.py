@@ -173,13 +173,21 @@ class Template:
             return self._text(prompt)
         return self._render(prompt, generate=True) if self.chat else self._plain(self._marked(prompt))
 
-    def pair(self, prompt: Prompt, chosen: str, rejected: str) -> tuple[str, str, str]:
+    def pair(
+        self, prompt: Prompt, chosen: str, rejected: str, ended: tuple[bool, bool] = (True, True)
+    ) -> tuple[str, str, str]:
         """Return the texts of a prompt and of two responses that continue it, as :meth:`render`."""
-        start, first, second = (text.replace(MARK, "") for text in self.render(prompt, chosen, rejected)[:3])
+        rendered = self.render(prompt, chosen, rejected, ended)
+        start, first, second = (text.replace(MARK, "") for text in rendered[:3])
         return start, first, second
 
-    def render(self, prompt: Prompt, chosen: str, rejected: str) -> Rendered:
+    def render(
+        self, prompt: Prompt, chosen: str, rejected: str, ended: tuple[bool, bool] = (True, True)
+    ) -> Rendered:
         """Render a prompt and two responses that continue it, with marks.
+
+        Args:
+            ended: as :attr:`~prefed.data.Record.ended`. The turn of a response that was cut has no end.
 
         Raises:
             RowError: the template rejects the conversation.
@@ -190,7 +198,10 @@ class Template:
             first, second = (self._ended(self._text(text)) for text in (chosen, rejected))
             notes.update(self._notes(prompt, chosen, rejected))
         else:
-            first, second = (self._response(prompt, start, text, notes) for text in (chosen, rejected))
+            first, second = (
+                self._response(prompt, start, text, notes) if whole else self._text(text)
+                for text, whole in zip((chosen, rejected), ended, strict=True)
+            )
         if MARK in start or MARK in first or MARK in second:
             notes.add("control")
         return Rendered(start, first, second, frozenset(notes))
@@ -442,9 +453,10 @@ class PolicyEncoder:
     """Encode pairs and thumbs for a policy: a prompt, the chosen and the rejected response.
 
     The prompt and its responses are tokenised separately, see :func:`continuation_ids`. Each response ends
-    with the end-of-text token; the absent response of a thumb has no tokens. A long conversation loses its
-    oldest turns, then the beginning of its last one, but keeps its system turn; any other long prompt is
-    truncated at its beginning, but keeps its beginning-of-text token.
+    with the end-of-text token, unless it was cut (:attr:`~prefed.data.Record.ended`); the absent response of
+    a thumb has no tokens. A long conversation loses its oldest turns, then the beginning of its last one, but
+    keeps its system turn; any other long prompt is truncated at its beginning, but keeps its
+    beginning-of-text token.
 
     Args:
         max_length: maximum number of tokens of the prompt with the longer response.
@@ -480,7 +492,8 @@ class PolicyEncoder:
         refused: dict[int, RowError] = {}
         for k, record in enumerate(records):
             try:
-                texts.append(self._template.render(record.prompt, record.chosen, record.rejected))
+                pair = record.prompt, record.chosen, record.rejected
+                texts.append(self._template.render(*pair, record.ended))
             except RowError as error:
                 refused[k] = error
         tokens = zip(texts, triple_ids(self._tokenizer, [text[:3] for text in texts]), strict=True)
@@ -499,8 +512,10 @@ class PolicyEncoder:
         prompt, chosen, rejected = tokens
         head, prompt = self._template.split_start(record.prompt, prompt)
         chosen, rejected = (
-            ids if not text or ids[-1:] == [self._end] else [*ids, self._end]
-            for text, ids in ((record.chosen, chosen), (record.rejected, rejected))
+            [*ids, self._end] if text and whole and ids[-1:] != [self._end] else ids
+            for text, ids, whole in zip(
+                (record.chosen, record.rejected), (chosen, rejected), record.ended, strict=True
+            )
         )
         notes = texts.notes
         if any(self._end in ids[:-1] for ids in (chosen, rejected)):

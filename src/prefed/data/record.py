@@ -79,6 +79,8 @@ class Record:
         split: the split assigned by the source.
         extra: other columns of the source with numbers or short texts, by name.
         label: of a thumb: whether it is up; ``None`` for a pair. See :meth:`thumb`.
+        ended: whether chosen and rejected are whole; a response that was cut when it was generated has no
+            end-of-text token.
 
     Raises:
         ValueError: a response is blank, both responses are equal, a text is not valid Unicode, the margin is
@@ -103,6 +105,7 @@ class Record:
     split: Split | None = None
     extra: Mapping[str, str | float | int] = field(default_factory=dict)
     label: bool | None = None
+    ended: tuple[bool, bool] = (True, True)
 
     @staticmethod
     def thumb(prompt: Prompt, response: str, *, up: bool, **columns: Any) -> Record:
@@ -114,6 +117,7 @@ class Record:
         if not isinstance(self.prompt, str):
             object.__setattr__(self, "prompt", tuple(self.prompt))
         object.__setattr__(self, "extra", MappingProxyType(dict(self.extra)))
+        object.__setattr__(self, "ended", (self.ended[0], self.ended[1]))
         responses = {"chosen": self.chosen, "rejected": self.rejected}
         if self.label is not None:
             if responses.pop("rejected" if self.label else "chosen"):
@@ -146,8 +150,8 @@ class Record:
 
     def swapped(self) -> Record:
         """Return the same pair with the opposite preference, or the same response with the other thumb."""
-        label = None if self.label is None else not self.label
-        return replace(self, chosen=self.rejected, rejected=self.chosen, label=label)
+        label, ended = None if self.label is None else not self.label, (self.ended[1], self.ended[0])
+        return replace(self, chosen=self.rejected, rejected=self.chosen, label=label, ended=ended)
 
     def column(self, name: str) -> str | float | int | None:
         """Return the value of a column: a field of the record, or an entry of ``extra``."""
@@ -171,6 +175,8 @@ class Record:
                 plain[name] = getattr(self, name)
         if self.extra:
             plain["extra"] = dict(self.extra)
+        if not all(self.ended):
+            plain["ended"] = self.ended
         return json.dumps(plain, ensure_ascii=False, allow_nan=False)
 
     @staticmethod

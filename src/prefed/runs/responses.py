@@ -155,7 +155,7 @@ class ModelSide:
         def ask(asked: NumberedPrompt) -> list[tuple[int, str | None]]:
             seed = Key(self.seed).at("judge").at("row", asked.row).number()
             try:
-                text = server.respond(self._formed(asked.prompt), self._template, self.how, seed)
+                text = server.respond(self._formed(asked.prompt), self._template, self.how, seed).text
             except NoAnswerError as error:
                 raise JudgeError(
                     f"{url}: no response of {self.name} to prompt {asked.row}: {error}; remove the prompt, "

@@ -39,6 +39,7 @@ from prefed.models import Backbone
 from prefed.models.tastes import DECODER, POSTERIOR, trainable_share
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
+from prefed.train.metrics import GAINS_FROM, SHARED_FROM
 from prefed.train.metrics.tastes import Array, kl_per_dimension, latent_map, resultant, transfer
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -386,8 +387,6 @@ def read_tastes(run: LoadedRun, split: Literal["train", "validation", "test"] = 
     return tastes
 
 
-COLLAPSED_BELOW = 0.02
-"""Tastes have collapsed if the accuracy with a client's own z exceeds that with other z by less than this."""
 MOST = 40
 """Most clients in ``tastes.json``; the cost grows with the square, since all pairs are scored with each z."""
 
@@ -428,7 +427,8 @@ class TasteFigures:
     def plain(self) -> dict[str, Any]:
         """Convert to JSON values: metrics on whether z is informative, and a map of the μ̄ on a plane.
 
-        See :data:`COLLAPSED_BELOW` for ``collapsed``. A high ``active_units`` is not evidence by itself: the
+        ``collapsed``: own z gains less than :data:`GAINS_FROM` over other z, and its accuracy is below
+        :data:`SHARED_FROM`. A high ``active_units`` is not evidence by itself: the
         pull towards prototypes also activates units.
         """
         over = transfer(self.accuracies)
@@ -439,7 +439,9 @@ class TasteFigures:
             "another": over.another,
             "population": float(self.population.mean()),
             "told": float(np.mean([*self.told.values()])) if self.told else None,
-            "collapsed": over.another is not None and over.own - over.another < COLLAPSED_BELOW,
+            "collapsed": over.another is not None
+            and over.own - over.another < GAINS_FROM
+            and over.own < SHARED_FROM,
             "accuracies": self.accuracies.tolist(),
             "active_units": active_units(self.means),
             "kl_per_dimension": kl_per_dimension(self.means, self.log_variances).tolist(),

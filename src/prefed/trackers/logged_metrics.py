@@ -22,8 +22,8 @@ EPOCH = ("loss", "agreement", "margin")
 """Metrics of an epoch of an alignment that are logged."""
 STAGES = {
     "prompts": ("read", "kept", "duplicates"),
-    "completions": ("completions", "tokens", "too_long"),
-    "labels": ("pairs", "labelled", "unanimous", "ties", "identical", "blank", "too_long", "failed"),
+    "completions": ("completions", "cut", "tokens", "too_long"),
+    "labels": ("pairs", "labelled", "unanimous", "ties", "identical", "blank", "cut", "too_long", "failed"),
     "train": ("pairs", "held_out", "too_long", "kept"),
 }
 """Stage of an alignment → its counts that are logged."""

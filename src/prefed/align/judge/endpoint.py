@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from prefed.align.judge.questions import JudgeError, Question, Verdict, get_template
@@ -36,6 +36,13 @@ _U = TypeVar("_U")
 
 class NoAnswerError(ValueError):
     """The server rejected one request (400, 413, 422), or its answer is malformed."""
+
+
+class Answer(NamedTuple):
+    """The text of an answer, and whether the model ended it; ``False`` if it was cut at ``max_tokens``."""
+
+    text: str
+    ended: bool
 
 
 class Endpoint:
@@ -155,7 +162,7 @@ class Endpoint:
         messages: Sequence[Mapping[str, str]],
         options: Mapping[str, Any],
         droppable: Mapping[str, str | None],
-    ) -> str:
+    ) -> Answer:
         """Answer a conversation.
 
         Args:
@@ -170,12 +177,12 @@ class Endpoint:
         answer = self._request(create, {"messages": messages}, options, droppable)
         return self._text(answer, lambda choice: choice.message.content, "a chat completion")
 
-    def complete(self, text: str, options: Mapping[str, Any], droppable: Mapping[str, str | None]) -> str:
+    def complete(self, text: str, options: Mapping[str, Any], droppable: Mapping[str, str | None]) -> Answer:
         """Continue a text; see :meth:`chat`."""
         answer = self._request(self._client.completions.create, {"prompt": text}, options, droppable)
         return self._text(answer, lambda choice: choice.text, "a completion")
 
-    def respond(self, prompt: Prompt, template: Template, how: Sampling, seed: int) -> str:
+    def respond(self, prompt: Prompt, template: Template, how: Sampling, seed: int) -> Answer:
         """Respond to a prompt: a conversation in a chat if there is a chat template, else as a text.
 
         Raises:
@@ -258,16 +265,17 @@ class Endpoint:
             self._other_names[param] = droppable[param]
         return self._request(create, content, options, droppable)
 
-    def _text(self, answer: Any, read: Callable[[Any], Any], what: str) -> str:
+    def _text(self, answer: Any, read: Callable[[Any], Any], what: str) -> Answer:
         try:
-            text = read(answer.choices[0])
+            choice = answer.choices[0]
+            text, ended = read(choice), choice.finish_reason != "length"
         except (AttributeError, IndexError, TypeError):
             raise NoAnswerError(self.safe(f"malformed answer, not {what}: {answer}")) from None
         if not isinstance(text, str):
             raise NoAnswerError("malformed answer: no text")
         if len(text) > _ANSWER:
             raise NoAnswerError(self.safe(f"malformed answer of {len(text):,} characters: {text[:_REASON]}"))
-        return self.without_key(text)
+        return Answer(self.without_key(text), ended)
 
     def _failure(self, error: Any) -> str:
         prefix = self._prefix
@@ -348,6 +356,6 @@ class EndpointJudge:
         # Newer OpenAI models use another name for max_tokens, and have a fixed temperature.
         others = {"max_tokens": "max_completion_tokens", "temperature": None}
         try:
-            return self._template.verdict(self._endpoint.chat(messages, self._options, others))
+            return self._template.verdict(self._endpoint.chat(messages, self._options, others).text)
         except NoAnswerError as error:
             return Verdict(None, str(error))

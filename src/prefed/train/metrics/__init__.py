@@ -3,6 +3,8 @@
 from prefed.core.records import FederatedMetric
 from prefed.train.metrics.clients import (
     COLLAPSE_REMEDY,
+    GAINS_FROM,
+    SHARED_FROM,
     Spread,
     collapse_warning,
     divergence_warning,
@@ -52,9 +54,11 @@ __all__ = [
     "ACCURACY_METRICS",
     "CHOICE_METRICS",
     "COLLAPSE_REMEDY",
+    "GAINS_FROM",
     "MEAN_METRICS",
     "POLICY_METRICS",
     "REWARD_METRICS",
+    "SHARED_FROM",
     "SHIFT_ERROR",
     "SHIFT_METRICS",
     "TEXT_METRICS",

@@ -149,6 +149,10 @@ COLLAPSE_REMEDY = (
     'method.lr, model.variational.pool = "mean" and more rounds'
 )
 """Advice for collapsed latent tastes: local steps let clients learn their taste without z."""
+GAINS_FROM = 0.02
+"""Tastes are informative if the accuracy with a client's own z exceeds that with other z by this or more."""
+SHARED_FROM = 0.9
+"""Preference accuracy from which one taste for all is no collapse: there is one taste, and it is learned."""
 ACTIVE_AT_LEAST = 2
 """Warn if fewer units are active halfway through a run: z probably carries no information yet."""
 FIRST_ROUNDS = 5
@@ -232,8 +236,9 @@ def flat_loss_warning(losses: Sequence[float | None]) -> str:
 def collapse_warning(record: Mapping[str, Any], rounds: int) -> str:
     """Return the warning, halfway through a run, about latent tastes that have not separated, or ``""``.
 
-    No unit is active until they separate, which may take a third of a successful run. The final result is in
-    ``tastes.json``.
+    Clients with the same taste have nothing to separate: one taste for all then serves them
+    (:data:`SHARED_FROM`). No unit is active until they separate, which may take a third of a successful run.
+    The final result is in ``tastes.json``.
 
     Args:
         record: record of a round, with ``active_units`` if the method has a latent taste.
@@ -243,9 +248,13 @@ def collapse_warning(record: Mapping[str, Any], rounds: int) -> str:
     'the latent tastes have not separated: 0 units are active, so z probably carries'
     >>> [collapse_warning({"round": at, "active_units": 0}, 20) for at in (9, 11)]
     ['', '']
+    >>> collapse_warning({"round": 10, "active_units": 0, "preference_accuracy": 0.95}, 20)
+    ''
     """
     half, active = max(FIRST_ROUNDS, rounds // 2), record.get("active_units")
     if record["round"] != half or active is None or active >= ACTIVE_AT_LEAST:
+        return ""
+    if (record.get("preference_accuracy") or 0.0) >= SHARED_FROM:
         return ""
     units = "1 unit is" if active == 1 else f"{active} units are"
     says = f"{units} active, so z probably carries no information yet"

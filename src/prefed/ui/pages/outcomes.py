@@ -144,6 +144,7 @@ def alignment_facts(alignment: Outcome) -> Facts:
             ("too_long", "too long"),
             ("failed", "without a usable verdict"),
             ("ties", "ties"),
+            ("cut", "whose chosen completion was cut and the other was not"),
         )
         if labels.get(name)
     )
@@ -152,6 +153,7 @@ def alignment_facts(alignment: Outcome) -> Facts:
         ("prompts", f"{prompts['kept']:,} of {prompts['read']:,}; left out: {left_out}"),
         ("prompts too long for a completion", f"{completions['too_long']:,}"),
         ("completions", f"{completions['completions']:,}"),
+        *([("cut at max_new_tokens", f"{completions['cut']:,}")] if "cut" in completions else []),
         ("pairs of completions", f"{labels['pairs']:,}"),
         (
             ("labelled by the judge", f"{labels['labelled']:,}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from prefed.train.metrics import COLLAPSE_REMEDY
+from prefed.train.metrics import COLLAPSE_REMEDY, GAINS_FROM
 from prefed.ui.pages.chart_data import (
     BARS,
     Axis,
@@ -96,6 +96,8 @@ def verdict(tastes: TasteRecord) -> str:
     gain = 100 * (tastes["own"] - tastes["another"])
     if tastes["collapsed"]:
         return f"no, they have collapsed: own z gains {gain:.1f} points over another's; {COLLAPSE_REMEDY}"
+    if gain < 100 * GAINS_FROM:
+        return f"the clients have the same taste: own z gains {gain:.1f} points over another's"
     return f"yes: own z gains {gain:.1f} points over another's"
 
 
