@@ -98,7 +98,7 @@ def test_a_server_that_is_not_there_is_named(alignment):
 
 def asked(folder, reply, prompt, chat=True, **settings):
     """Complete a prompt at a server, and return the text, the requests and the paths."""
-    template = SimpleNamespace(chat=chat, prompt=lambda prompt: prompt)
+    template = SimpleNamespace(chat=chat, prompt=lambda prompt: prompt, formed=lambda prompt: prompt)
     with serving(reply) as server:
         config = EndpointConfig(model="org/policy", url=server.url, **settings)
         about = SimpleNamespace(folder=folder, template=template)

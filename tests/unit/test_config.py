@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, ReportConfig, to_toml
-from prefed.config.new_file import learning_rates, model_width, starting_file
+from prefed.config.new_file import Recipe, example_file, learning_rates, model_width, recipe, starting_file
 from prefed.engines import job
 from prefed.engines.job import JobError
 from prefed.methods import METHODS
@@ -256,8 +256,9 @@ def test_a_starting_file_has_rates_for_the_models_width(config, width, rate, tmp
     assert model_width(str(tmp_path)) == width
     for kind in METHODS.values():
         default = kind.Settings()
-        rates = learning_rates(kind, width)
-        settings = Experiment.parse(starting_file(kind.name, str(tmp_path), rates)).method.settings
+        rates, first = learning_rates(kind, width), recipe(kind, str(tmp_path))
+        assert first == Recipe(rates, None, width if rates else None)
+        settings = Experiment.parse(starting_file(kind.name, str(tmp_path), first)).method.settings
         if kind.reads == "choice" or default.optimizer == "sgd":
             assert rates == {}
             assert settings.lr == default.lr
@@ -273,6 +274,25 @@ def test_a_model_whose_width_is_not_known_leaves_the_default_rates(text, tmp_pat
     assert model_width(str(tmp_path / "nowhere")) is None
     assert model_width("no-such/model") is None
     assert model_width("//") is None
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_model_gets_the_recipe_that_keeps_text_whole(name, tmp_path):
+    """Where a method has the setting ``objective``; the rate follows the width as for any model."""
+    (tmp_path / "config.json").write_text('{"hidden_size": 576}')
+    (tmp_path / name).write_text('{"chat_template": "{{ messages }}"}')
+    for kind in METHODS.values():
+        first = recipe(kind, str(tmp_path))
+        texts = [starting_file(kind.name, str(tmp_path), first)]
+        texts += [] if kind.reads == "choice" else [example_file(kind.name, "p.jsonl", str(tmp_path), first)]
+        for text in texts:
+            made = Experiment.parse(text)
+            if "objective" in kind.Settings.model_fields:
+                assert (made.method.settings.objective, made.rounds) == ("rpo", 2)
+                assert made.method.settings.goal().settings == {"beta": 0.1, "alpha": 1.0}
+            else:
+                assert first.rounds is None
+            assert made.method.settings.lr == first.method.get("lr", kind.Settings().lr)
 
 
 def test_a_starting_file_has_the_alignments_keys_behind_comments():

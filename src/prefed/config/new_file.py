@@ -8,7 +8,8 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import tomli_w
 from pydantic import BaseModel
@@ -51,11 +52,13 @@ name = {model}
 
 [method]
 name = {method}
-{rates}
+{settings}
 {length}"""
 COLUMNS = ("prompt", "chosen", "rejected", "client")
 PAIRS = 100
 """Pairs per client in the example."""
+CHAT_ROUNDS = 2
+"""Rounds for a chat model: with RPO, SmolLM2 ends its answers after two."""
 OPTIONAL: dict[str, type[BaseModel]] = {
     "fleet": FleetConfig,
     "graph": GraphConfig,
@@ -69,27 +72,72 @@ SET = {("seed",), ("rounds",), ("method", "lr"), ("method", "batch_size")}
 """Keys whose default is written uncommented."""
 
 
-def model_width(model: str) -> int | None:
-    """The hidden size in the ``config.json`` of a model; ``None`` where none is on this machine.
+class Recipe(NamedTuple):
+    """First settings to try for a model.
+
+    Attributes:
+        method: settings of ``[method]`` in place of the defaults.
+        rounds: in place of the method's; ``None``: the method's.
+        width: the hidden size that the learning rates follow.
+    """
+
+    method: Mapping[str, Any] = MappingProxyType({})
+    rounds: int | None = None
+    width: int | None = None
+
+
+def recipe(kind: MethodKind, model: str) -> Recipe:
+    """The settings that ``prefed init --model`` writes; the defaults where the model is not on this machine.
+
+    A policy that people talk to trains with RPO, and for as many rounds as 40 pairs bear.
 
     Args:
         model: a folder, or a hub name (looked up in the local cache only).
     """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    width = model_width(model)
+    settings: dict[str, Any] = learning_rates(kind, width) if width else {}
+    if "objective" in kind.Settings.model_fields and has_chat_template(model):
+        return Recipe({"objective": "rpo", **settings}, CHAT_ROUNDS, width if settings else None)
+    return Recipe(settings, None, width if settings else None)
 
-    file: Any = Path(model) / "config.json"
-    try:
-        if not Path(model).is_dir():
-            file = try_to_load_from_cache(model, "config.json")
-        config = json.loads(Path(file).read_bytes())
-    except (OSError, ValueError, TypeError, HFValidationError):
-        return None
-    if not isinstance(config, dict):
-        return None
+
+def model_width(model: str) -> int | None:
+    """The hidden size in the ``config.json`` of a model; ``None`` where none is on this machine."""
+    config = _json_of(model, "config.json")
     inner = config.get("text_config")
     found = [table.get(key) for table in (config, inner) if isinstance(table, dict) for key in WIDTH_KEYS]
     return next((width for width in found if isinstance(width, int) and width > 0), None)
+
+
+def has_chat_template(model: str) -> bool:
+    """Whether the tokenizer of a model on this machine has a chat template."""
+    template = _file_of(model, "chat_template.jinja")
+    return template is not None or bool(_json_of(model, "tokenizer_config.json").get("chat_template"))
+
+
+def _file_of(model: str, name: str) -> Path | None:
+    """A file of a model; ``None`` where it is not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(model).is_dir():
+        file: Any = Path(model) / name
+        return file if file.is_file() else None
+    try:
+        file = try_to_load_from_cache(model, name)
+    except HFValidationError:
+        return None
+    return Path(file) if isinstance(file, str) else None
+
+
+def _json_of(model: str, name: str) -> dict[str, Any]:
+    """The content of a JSON file of a model; empty where it is absent or damaged."""
+    file = _file_of(model, name)
+    try:
+        content = {} if file is None else json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def learning_rates(kind: MethodKind, width: int) -> dict[str, float]:
@@ -136,7 +184,7 @@ def data_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     return Experiment.from_tables(tables, str(path), origins)
 
 
-def starting_file(method: str, model: str = MODEL, rates: Mapping[str, float] | None = None) -> str:
+def starting_file(method: str, model: str = MODEL, first: Recipe | None = None) -> str:
     """A commented experiment file for ``method``: every key with its default and description.
 
     Keys with a default are commented out, because some exclude each other.
@@ -144,7 +192,7 @@ def starting_file(method: str, model: str = MODEL, rates: Mapping[str, float] | 
     Args:
         method: the method's name, as in ``[method] name``.
         model: a folder or a hub name.
-        rates: learning rates of ``[method]`` in place of the defaults.
+        first: settings in place of the defaults.
 
     Raises:
         KeyError: unknown method.
@@ -158,32 +206,35 @@ def starting_file(method: str, model: str = MODEL, rates: Mapping[str, float] | 
     lines[lines.index(f"name = {toml_value(MODEL)}")] = f"name = {toml_value(model)}"
     table = lines.index("[method]")
     lines[table + 1] = f"name = {toml_value(method)}"
-    for name, rate in (rates or {}).items():
+    first = first or Recipe()
+    for name, value in first.method.items():
         default = _assignment(name, kind.Settings.model_fields[name], ("method", name))
-        lines[lines.index(default, table)] = f"{name} = {toml_value(rate)}"
+        lines[lines.index(default, table)] = f"{name} = {toml_value(value)}"
+    if first.rounds is not None:
+        (place,) = (number for number, line in enumerate(lines) if line.startswith("rounds = "))
+        lines[place] = f"rounds = {first.rounds}"
     return "\n".join(lines) + "\n"
 
 
-def example_file(
-    method: str, pairs: str, model: str = MODEL, rates: Mapping[str, float] | None = None
-) -> str:
+def example_file(method: str, pairs: str, model: str = MODEL, first: Recipe | None = None) -> str:
     """A short experiment file for ``method``.
 
     Args:
         pairs: name of a file with :func:`example_pairs`.
         model: a folder or a hub name.
-        rates: learning rates of ``[method]`` in place of the default of ``lr``.
+        first: settings in place of the default of ``lr`` and of the rounds.
     """
     kind = METHODS[method]
-    rates = rates or {"lr": kind.Settings.model_fields["lr"].default}
+    first = first or Recipe()
+    settings = {"lr": kind.Settings.model_fields["lr"].default, **first.method}
     # A method with its own number of rounds keeps its own number of local steps too.
     rounds, length = (10, "local_epochs = 1\n") if kind.rounds is None else (kind.rounds, "")
     return EXAMPLE.format(
-        rounds=rounds,
+        rounds=first.rounds or rounds,
         pairs=toml_value(pairs),
         model=toml_value(model),
         method=toml_value(method),
-        rates="\n".join(f"{name} = {toml_value(rate)}" for name, rate in rates.items()),
+        settings="\n".join(f"{name} = {toml_value(value)}" for name, value in settings.items()),
         length=length,
     )
 

@@ -30,10 +30,10 @@ def init(
     from prefed.config.file import kind_of
     from prefed.config.new_file import (
         MODEL,
+        Recipe,
         example_file,
         example_pairs,
-        learning_rates,
-        model_width,
+        recipe,
         starting_file,
     )
     from prefed.core import files
@@ -50,13 +50,12 @@ def init(
         remember(method)
     path = out or Path(f"{kind.name}.toml")
     pairs = path.with_name("pairs.jsonl")
-    width = model_width(model) if model else None
-    rates = learning_rates(kind, width) if width else {}
+    first = recipe(kind, model) if model else Recipe()
     model = model or MODEL
     if example:
-        texts = {pairs: example_pairs(), path: example_file(method, pairs.name, model, rates)}
+        texts = {pairs: example_pairs(), path: example_file(method, pairs.name, model, first)}
     else:
-        texts = {path: starting_file(method, model, rates)}
+        texts = {path: starting_file(method, model, first)}
     for file in texts:
         if file.is_dir():
             raise ValueError(f"{file} is a folder; choose another --out")
@@ -68,8 +67,13 @@ def init(
     for file, text in texts.items():
         files.write(file, text.encode())
     name = shlex.quote(str(path))
-    if rates:
-        typer.echo(f"lr = {rates['lr']:g} for a hidden size of {width}; `prefed sweep` compares rates")
+    if first.rounds is not None:
+        chosen = f"objective {first.method['objective']} and {first.rounds} rounds"
+        typer.echo(f"{chosen} for a chat model, which keep its answers whole on some 40 pairs per client")
+    if first.width is not None:
+        typer.echo(
+            f"lr = {first.method['lr']:g} for a hidden size of {first.width}; `prefed sweep` compares rates"
+        )
     if example:
         typer.echo(f"wrote {pairs} and {path}; next: `prefed data {name}`, then `prefed run {name}`")
     else:
