@@ -106,7 +106,7 @@ LINES: dict[str, tuple[bytes, str]] = {
     "Latin-1": (lines(rows(chosen=" café")).decode().encode("latin-1"), ROW + "not utf-8 text (byte 0xe9 at position 33); set encoding = \"cp1252\" if Windows"),
     "bytes of zero": (bytes(99), "train.jsonl: its first bytes indicate binary data, since it starts with zero bytes"),
     "half a gzip file": (gzip.compress(lines(ROWS))[:-20], "train.jsonl: incomplete gzip file"),
-    "a zip archive": (b"PK\x03\x04rest", "train.jsonl: its first bytes indicate a zip archive: unpack it"),
+    "a zip archive": (b"PK\x03\x04rest", "train.jsonl: its first bytes indicate a zip archive or an Excel workbook: unpack it"),
     "zstd": (b"\x28\xb5\x2f\xfdrest", "train.jsonl: its first bytes indicate a zstd file: unpack it"),
     "Parquet": (b"PAR1rest", "train.jsonl: its first bytes indicate a Parquet file: its name should end in .parquet"),
     "a line that is no JSON": (lines(ROWS[:1]) + b"{'a': 1}\n" + lines(ROWS), ROW + "not JSON: "),

@@ -54,6 +54,27 @@ def test_a_text_file_has_a_prompt_in_each_line(tmp_path):
     assert prompt_digests(Source(path=str(file))) != before
 
 
+def test_a_line_of_a_text_file_ends_with_a_line_break(tmp_path):
+    """Windows, old Macs and Unix; a form feed and other separators of Unicode are text."""
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("One.\u2028Still one.\r\nTwo\x0c.\x85\rThree.\nFour.".encode())
+    assert [row.prompt for row in read(file)] == ["One.\u2028Still one.", "Two\x0c.\x85", "Three.", "Four."]
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "message"),
+    [
+        ("„Hi“".encode("cp1252"), "utf-8", 'row 1: not utf-8 text .* set encoding = "cp1252"'),
+        ("Hi".encode("utf-16"), "utf-8", 'UTF-16 text: set encoding = "utf-16"'),
+        (b"Hi", "utf-9", "prompts.txt: unknown encoding: utf-9"),
+    ],
+)
+def test_a_text_file_in_another_encoding(tmp_path, content, encoding, message):
+    (tmp_path / "prompts.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / "prompts.txt", encoding=encoding)
+
+
 def test_named_columns_and_the_others(tmp_path):
     """A number and a short text stay with the prompt; they may be what a selector's template shows."""
     rows = [{"question": "Why?", "answer": "So.", "post": "A post.", "votes": 3, "long": "x" * 2000}]
@@ -87,6 +108,14 @@ def test_preference_sets_are_worded_as_the_clients_are(tmp_path):
             "row 1: response must be a single message, not 2",
         ),
         ("", "rows.jsonl contains no prompts"),
+        (
+            '{"prompt": [{"role": "user", "content": "Q", "name": "ann"}]}\n',
+            "row 1: prompt has a message with name, but only its role and text are used",
+        ),
+        (
+            '{"prompt": "Q", "response": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}\n',
+            "row 1: response has a message with tool_calls, but only",
+        ),
     ],
 )
 def test_rows_without_a_prompt_are_named(tmp_path, text, message):

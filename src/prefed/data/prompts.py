@@ -14,7 +14,7 @@ from prefed.data.config import Columns, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Prompt, check_unicode
 from prefed.data.sources import format_setting, read_rows, source_digests
-from prefed.data.sources.files import sha256_of
+from prefed.data.sources.files import sha256_of, text_lines
 from prefed.data.sources.formats import POST_FIELDS, Format, detect_format, get_format, is_known
 from prefed.data.sources.pairs import (
     extra_columns,
@@ -167,11 +167,13 @@ def _is_text(path: Path) -> bool:
 
 def _lines(path: Path, encoding: str) -> Iterator[tuple[Mapping[str, Any], RowLocation]]:
     try:
-        lines = path.read_text(encoding).removeprefix("\ufeff").splitlines()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not {encoding} text ({error.reason}); save it as {encoding}, or set its encoding"
-        ) from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield {"prompt": line}, RowLocation(str(path), number)
+        for line, number, problem in text_lines(path, encoding):
+            location = RowLocation(str(path), number)
+            if problem is not None:
+                raise DataError(f"{location}: {problem}")
+            # Not splitlines(): a prompt may contain other line separators.
+            for text in line.rstrip("\r\n").split("\r"):
+                if text.strip():
+                    yield {"prompt": text}, location
+    except LookupError as error:
+        raise DataError(f"{path}: {error}") from error

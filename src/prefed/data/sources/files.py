@@ -101,8 +101,12 @@ def _is_wide(encoding: str) -> bool:
     return "\n".encode(encoding)[-1:] != b"\n" or len("a".encode(encoding)) != 1
 
 
-def _text(path: Path, encoding: str) -> Iterator[tuple[str, int, str | None]]:
-    """Yield each line with its number, and an error message if it cannot be decoded."""
+def text_lines(path: Path, encoding: str) -> Iterator[tuple[str, int, str | None]]:
+    """Yield each line with its number, and an error message if it cannot be decoded.
+
+    Raises:
+        DataError: the first bytes indicate another type of file or another encoding.
+    """
     if _is_wide(encoding):
         yield from _wide_text(path, encoding)
         return
@@ -175,7 +179,7 @@ def type_name(value: Any) -> str:
 
 
 def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[Row, RowLocation]]:
-    for line, number, message in _text(path, encoding):
+    for line, number, message in text_lines(path, encoding):
         if not line.strip():
             continue
         location = RowLocation(str(path), number)
@@ -193,6 +197,8 @@ def _lines(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[
         except (ValueError, RecursionError) as error:
             errors.add(location, _unreadable(error))
             continue
+        if number == 1 and isinstance(value, list):
+            raise DataError(f"{path}: a JSON list, not one object per line; rename it to .json")
         yield from _object(value, location, errors)
 
 
@@ -218,7 +224,7 @@ def _json(path: Path, encoding: str, errors: ErrorCollector) -> Iterator[tuple[R
 
     The rows of an object get the column ``client``. Only JSON lines are streamed.
     """
-    for first, _, _ in _text(path, encoding):
+    for first, _, _ in text_lines(path, encoding):
         if first.strip():
             break
     else:
@@ -285,7 +291,7 @@ def _csv(
 
     def lines() -> Iterator[str]:
         nonlocal line
-        for text, number, message in _text(path, encoding):
+        for text, number, message in text_lines(path, encoding):
             line = number
             if message is not None:
                 undecodable.append((RowLocation(str(path), number), message))
@@ -349,7 +355,7 @@ def _separator(path: Path, encoding: str, usual: str) -> str:
     """Return what separates the fields of the header: the usual character, unless it separates none."""
 
     def fields(separator: str) -> int:
-        rows = csv.reader((text for text, *_ in _text(path, encoding)), delimiter=separator)
+        rows = csv.reader((text for text, *_ in text_lines(path, encoding)), delimiter=separator)
         try:
             return len(next(filter(any, rows), ()))
         except csv.Error:
