@@ -15,6 +15,7 @@ from prefed.data.sources.tracking import TrackedRow
 from prefed.runs.data_notices import data_notices, left_out_table
 from preferences import jsonl, pairs, tokenizer
 
+HUMAN = "\n\nHuman: Q\n\nAssistant: "
 AB = {"chosen": "a", "rejected": "b"}
 ROLES = {"s": "system", "u": "user", "a": "assistant"}
 
@@ -106,6 +107,8 @@ LAYOUTS = {
         turns("u:1", "a:2", "u:Q"),
     ),
     "messages": ({"messages": chat("s:S", "u:Q"), **AB}, turns("s:S", "u:Q")),
+    "a question that is a dialogue": ({"question": HUMAN, **AB}, HUMAN),
+    "a question with tokens": ({"question": "<|im_start|>Q", **AB}, turns("u:<|im_start|>Q")),
     "history in a CSV file": (
         {"instruction": "Q", "input": "[]", "history": '[["1", "2"]]', **AB},
         turns("u:1", "a:2", "u:Q"),
@@ -132,7 +135,11 @@ LAYOUTS = {
     "text": ({"prompt": "Q:", "images": [], "tools": None, **AB}, "Q:"),
     "text with a system column": ({"system": "S", "prompt": "Q", **AB}, turns("s:S", "u:Q")),
     "text with an empty system column": ({"system": None, "prompt": "Q", **AB}, turns("u:Q")),
-    "text that contains the system message": ({"system": "S", "prompt": "S\nQ:", **AB}, "S\nQ:"),
+    "text that begins like its system message": (
+        {"system": "Sum", "prompt": "Sum 1, 2", **AB},
+        turns("s:Sum", "u:Sum 1, 2"),
+    ),
+    "dialogue that contains the system message": ({"system": "S", "prompt": f"S{HUMAN}", **AB}, f"S{HUMAN}"),
     "messages with a system column": ({"system": "S", "prompt": chat("u:Q"), **AB}, turns("s:S", "u:Q")),
     "messages that repeat the system message": (
         {"system_prompt": "S", "prompt": chat("s:S", "u:Q"), **AB},
@@ -196,7 +203,6 @@ def test_annotators_are_clients(read):
     assert [read(row)[0][0].client for row in (TASK, ARGILLA)] == ["7", "ann"]
 
 
-HUMAN = "\n\nHuman: Q\n\nAssistant: "
 HH = {"chosen": f"{HUMAN}a", "rejected": f"{HUMAN}b"}
 NUMBERED = {"output_1": "b", "output_2": "a"}
 ADVISED = {
@@ -402,8 +408,11 @@ def test_prompts_without_a_part_are_refused(tmp_path, row):
 
 
 def test_named_columns_of_prompts_are_asked_for(tmp_path, caplog):
-    """Nothing is refused; what is not used is logged once, although the file is read twice."""
+    """Nothing is refused. What is not used is logged once, although the file is read twice."""
     file = jsonl(tmp_path / "rows.jsonl", [{"q": "Q", "context": "C", "post": "P"}])
+    answers = jsonl(tmp_path / "answers.jsonl", [{"system": "S", "question": "Q", "answer": "a"}])
+    (row,) = (row for row, _ in read_prompts(Source(path=str(answers), columns={"chosen": "answer"})))
+    assert (row.prompt, row.response) == (turns("s:S", "u:Q"), "a")
     for _ in range(2):
         (row,) = (row for row, _ in read_prompts(Source(path=str(file), columns={"prompt": "q"})))
     assert (row.prompt, row.extra) == ("Q", {"context": "C", "post": "P"})

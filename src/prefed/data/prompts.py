@@ -120,10 +120,12 @@ def _parse(
     row: Mapping[str, Any], columns: Columns | None, form: Format | None, others: Format | None
 ) -> list[PromptRow]:
     """Return the prompts of a row. A tie of a preference dataset has none."""
-    if columns is not None:
-        named = columns if columns.prompt else columns.model_copy(update={"prompt": "prompt"})
-        return [_plain_row(row, named, columns.chosen)]
     usual = usual_columns(row)
+    if columns is not None:
+        if columns.prompt is None:
+            names = {"prompt": usual.prompt or "prompt", "system": columns.system or usual.system}
+            columns = columns.model_copy(update=names)
+        return [_plain_row(row, columns, columns.chosen)]
     if form is None and usual.prompt is not None and peek(row, "rejected") is None and not is_known(row):
         column = next((name for name in RESPONSES if peek(row, name) is not None), "")
         return [_plain_row(row, usual, column)]

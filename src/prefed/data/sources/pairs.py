@@ -20,6 +20,7 @@ from prefed.data.sources.tracking import has_value, peek, unmarked
 TURN = "\n\nAssistant:"
 """The marker of an assistant turn in a dialogue written as one text."""
 
+_ASSISTANT_TURN = re.compile(re.escape(TURN))
 _LATER_TURN = re.compile(
     r"\n\n(?:Human|Assistant):|<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|\[INST\]"
 )
@@ -236,9 +237,10 @@ def user_turn(content: str, system: Any = None) -> list[dict[str, str]]:
 def read_prompt(row: Row, columns: Columns) -> Any:
     """Return the prompt in the named columns: a text, messages, or ``None`` without a prompt.
 
-    A text in a single column is used unchanged, unless a column of system messages is named. Otherwise the
-    prompt is a conversation: the system message, if any, the messages of the columns, and their texts, joined
-    by new lines, as user turns.
+    A text in ``columns.prompt = "…"`` is used unchanged, unless a column of system messages is named. The
+    text of a dialogue is used unchanged, too, if it contains the system message, if any. Otherwise the prompt
+    is a conversation: the system message, the messages of the columns, and their texts, joined by new lines,
+    as user turns.
 
     Raises:
         RowError: a column is missing, all are empty, or there are two system messages.
@@ -251,19 +253,18 @@ def read_prompt(row: Row, columns: Columns) -> Any:
     if system is not None and not isinstance(system, str):
         raise _mismatch(str(columns.system), "text", system)
     system = system if system and system.strip() else None
-    if isinstance(columns.prompt, str):
-        (text,) = values
-        if not isinstance(text, str) and system is None:
-            return text
-        if isinstance(text, str) and (columns.system is None or (system and system in text)):
-            return text
-        if isinstance(text, str) and TURN in text and system is None:
-            return text
+    text = values[0] if len(values) == 1 else None
+    plain = isinstance(columns.prompt, str)
+    # Someone may write a chat template's tokens into a question; a prompt may be rendered with them.
+    marks = _LATER_TURN if plain else _ASSISTANT_TURN
+    rendered = isinstance(text, str) and marks.search(text) and (system or "") in text
+    if rendered or (plain and (columns.system is None or (system is None and not isinstance(text, str)))):
+        return text
     turns: list[Any] = []
     texts: list[str] = []
     for name, value in zip(names, values, strict=True):
         if isinstance(value, str):
-            if TURN in value:
+            if marks.search(value):
                 raise RowError(f"{name} is a dialogue in one text; write it as a list of messages")
             texts += [value] if has_value(value) else []
         elif value:
