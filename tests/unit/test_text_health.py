@@ -14,6 +14,7 @@ from prefed.train.metrics.text import (
     loops,
     text_health,
     unhealthy,
+    without_numbers,
 )
 
 TIPS = "Try a walk . Try a nap . Try a bath . Try a song . Try a tea ."
@@ -39,6 +40,33 @@ SENTENCE = "You should ask your friend what they like ."
 def test_what_loops(text, looping):
     words = text.split()
     assert loops([sorted(set(words)).index(word) for word in words]) is looping
+
+
+class Words:
+    """A tokenizer of words, as :func:`without_numbers` needs it."""
+
+    def __init__(self, text):
+        self.known = sorted(set(text.split()))
+
+    def decode(self, ids):
+        return " ".join(self.known[k] for k in ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "looping"),
+    [
+        # SmolLM2 after two rounds of RPO.
+        ("1 . Know your audience . 2 . Know your audience . 3 . Know your audience . 4 . Know", True),
+        ("1 . Be kind . 2 . Be brave . 3 . Be calm . 4 . Be fair .", False),
+        ("0 0 0 0", True),
+    ],
+)
+def test_a_numbered_list_of_one_item_loops(text, looping):
+    words = Words(text)
+    tokens = [words.known.index(word) for word in text.split()]
+    assert not loops(tokens) or text.startswith("0")
+    answer = WrittenAnswer("Why?", text, tokens, False, 1.0, without_numbers(words, tokens))
+    assert answer.loops is looping
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from prefed.train.generation import (
     room_for,
     surprises,
 )
-from prefed.train.metrics import WrittenAnswer, text_health
+from prefed.train.metrics import WrittenAnswer, text_health, without_numbers
 from prefed.train.metrics.text import BAND
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -193,7 +193,8 @@ class RoundAnswers:
             scores = surprises(backbone, ids, completions)
             for each, (tokens, end), score in zip(prompts, completions, scores, strict=True):
                 text = continuation_text(backbone.tokenizer, each.ids, tokens)
-                answers[each] = WrittenAnswer(each.turn, text, tokens, end is not None, score)
+                worded = without_numbers(backbone.tokenizer, tokens)
+                answers[each] = WrittenAnswer(each.turn, text, tokens, end is not None, score, worded)
         return answers
 
 

@@ -47,6 +47,7 @@ from prefed.train.metrics.text import (
     text_health,
     text_warning,
     unhealthy,
+    without_numbers,
 )
 from prefed.train.metrics.thumbs import THUMB_METRICS, ThumbScores, thumb_metrics
 
@@ -97,4 +98,5 @@ __all__ = [
     "text_warning",
     "thumb_metrics",
     "unhealthy",
+    "without_numbers",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +66,7 @@ TEXT_METRICS: tuple[TextMetric, ...] = (
         "low",
         "share",
         f"share of answers in which a sequence of tokens occurs {FOURFOLD} times in a row, or three times if "
-        f"that is at least {LONG} tokens",
+        f"that is at least {LONG} tokens, with or without the numbers in between",
     ),
     TextMetric(
         "empty",
@@ -104,6 +104,8 @@ class WrittenAnswer:
         tokens: its token ids, without the end-of-text token.
         ended: whether the model ended it; ``False`` if it was cut at the limit of tokens.
         surprise: −log p under the base model in nats a token, including the end-of-text token if it ended.
+        worded: ``tokens`` without numbers, by which the items of a list differ even if it repeats one; see
+            :func:`without_numbers`.
     """
 
     prompt: str
@@ -111,11 +113,12 @@ class WrittenAnswer:
     tokens: Sequence[int]
     ended: bool
     surprise: float
+    worded: Sequence[int] = ()
 
     @property
     def loops(self) -> bool:
-        """Whether it loops; see :func:`loops`."""
-        return loops(self.tokens)
+        """Whether it loops, with or without its numbers; see :func:`loops`."""
+        return loops(self.tokens) or loops(self.worded)
 
     @property
     def empty(self) -> bool:
@@ -142,6 +145,11 @@ def loops(tokens: Sequence[int]) -> bool:
         if run >= FOURFOLD * period or run >= max(3 * period, LONG):
             return True
     return False
+
+
+def without_numbers(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
+    """Return the tokens that are not numbers, e.g. of the list "1. Be kind. 2. Be kind. 3. Be kind."."""
+    return [token for token in tokens if not tokenizer.decode([token]).strip().isdigit()]
 
 
 def distinct_2(tokens: Sequence[int]) -> float:
