@@ -1,7 +1,9 @@
 """How much ``prefed run`` tells, where it tells it, and what it leaves in ``run.log``."""
 
+import io
 import json
 import logging
+import os
 import re
 import sys
 import warnings
@@ -281,3 +283,14 @@ def test_a_defect_is_an_event_with_its_traceback(place, monkeypatch):
     assert (entry["event"], entry["code"]) == ("error", 1)
     assert entry["message"] == r"error: KeyError: 'a\ntensor'"
     assert "in breaks" in entry["traceback"]
+
+
+def test_a_character_that_the_terminal_lacks_stops_no_command(monkeypatch):
+    """Latin-1 has no arrow; a strict stream would raise. The escape is Python's."""
+    module, stream = sys.modules["prefed.ui.cli.app"], io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(module, "app", lambda: print("0.5 → 0.7, Zoë"))
+    monkeypatch.setattr(sys, "stdout", stream)
+    module.main()
+    stream.flush()
+    assert stream.buffer.getvalue() == "0.5 \\u2192 0.7, Zoë\n".encode("latin-1")

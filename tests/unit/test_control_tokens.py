@@ -131,7 +131,7 @@ def test_a_rendered_prompt_has_one_beginning_and_a_rendered_response_one_end():
     outcome = encode(made, record)
     assert [ids.count(END) for ids in (outcome.prompt, *outcome.branches)] == [0, 1, 1]
     assert outcome.prompt.count(BOS) == 1
-    assert outcome.notes == {"control", "plain"}
+    assert outcome.notes == {"control"}
 
 
 def test_the_data_report_how_texts_are_encoded(tmp_path):

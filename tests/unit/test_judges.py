@@ -146,7 +146,9 @@ def test_a_reward_judge_prefers_the_higher_reward(place):
 
 
 def test_a_causal_model_is_no_reward_model(place):
-    with pytest.raises(ModelError, match=r"--judge reward = .*: this is not a reward model; it has no"):
+    with pytest.raises(
+        ModelError, match=r"--judge reward = .*: this is not a sequence classification model: the"
+    ):
         RewardJudge(str(place / "lm"), CPU)
     with pytest.raises(ModelError, match=r"--judge local = .*no such folder"):
         LocalJudge(str(place / "none"), CPU)

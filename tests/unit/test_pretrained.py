@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -199,6 +200,10 @@ def test_a_device_of_another_name_is_told_what_there_is(name, monkeypatch):
     assert ('[engine] devices = ["cuda:' in str(error.value)) == str(name).startswith("cuda:")
 
 
+COMPLETE = {"missing_keys": (), "mismatched_keys": (), "unexpected_keys": ()}
+"""What transformers reports of a checkpoint that fits its model."""
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """PyTorch reports a CUDA device with bfloat16."""
@@ -287,8 +292,13 @@ def test_products_in_float32_on_a_gpu_do_not_use_tf32(gpu, monkeypatch):
 @pytest.mark.parametrize(("device", "place"), [("cuda", {"device_map": {"": 1}}), ("cpu", {})])
 def test_weights_are_read_straight_to_the_current_gpu(device, place, gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    asked = []
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **more: asked.append(more))
+    asked, made = [], SimpleNamespace(named_parameters=dict)
+
+    def from_pretrained(name, **more):
+        asked.append(more)
+        return made, COMPLETE
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     load_causal(
         ModelConfig.model_validate({**checkpoint(tmp_path / "m", dtype="bfloat16"), "device": device})
     )
@@ -327,8 +337,9 @@ def test_a_process_with_fewer_gpus_than_the_model_needs_is_refused(two_gpus):
 
 
 def test_a_model_that_does_not_fit_on_its_gpus_is_refused(two_gpus, tmp_path, monkeypatch):
-    made = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": 1, "lm_head": "disk"})
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **more: made)
+    places = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": "disk"}
+    made = SimpleNamespace(hf_device_map=places, named_parameters=dict)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name, **more: (made, COMPLETE))
     with pytest.raises(ModelError, match=r"does not fit in the free memory of 2 GPUs; raise \[model\] gpus"):
         load_causal(ModelConfig(**checkpoint(tmp_path / "m", dtype="bfloat16"), gpus=2))
 
@@ -371,6 +382,103 @@ def test_a_process_whose_workers_do_the_work_leaves_the_gpu_to_them(tables, devi
     experiment = fitted(Experiment.from_tables({**base, **tables, "model": model}, "file"))
     own = {"device": device, "kernels": None if device == "cpu" else experiment.model.kernels}
     assert of_parent(experiment).model == experiment.model.model_copy(update=own)
+
+
+TINY = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+LAYER = "model.layers.1.input_layernorm.weight"
+
+
+def changed_weights(folder, change):
+    """Write a Llama of two layers whose weights, by name, went through ``change``."""
+    LlamaForCausalLM(LlamaConfig(**TINY, num_hidden_layers=2, tie_word_embeddings=True)).save_pretrained(
+        folder
+    )
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda w: {f"base_model.model.{name}": value for name, value in w.items()},
+            r"no weights for .* and \d+ more; remove the prefix 'base_model.model.'",
+        ),
+        (lambda w: {f"module.{name}": value for name, value in w.items()}, "remove the prefix 'module.'"),
+        (
+            lambda w: {name: value for name, value in w.items() if name != LAYER},
+            f"no weights for {LAYER}; complete it, or correct config.json",
+        ),
+        (
+            lambda w: {name.replace("q_proj.", "q_proj.base_layer."): value for name, value in w.items()},
+            "q_proj.weight; it holds an adapter; merge it",
+        ),
+        (lambda w: {**w, LAYER: w[LAYER] * torch.nan}, f"not finite in float32: {LAYER}; the checkpoint is"),
+        (lambda w: {**w, LAYER: w[LAYER][:4].clone()}, "size mismatch|mismatch|no weights for"),
+    ],
+)
+def test_a_checkpoint_without_all_weights_is_refused(change, words, tmp_path):
+    """Transformers would initialise them at random, so that two equal runs differ."""
+    changed_weights(tmp_path / "m", change)
+    with pytest.raises(ModelError, match=words) as error:
+        load(tmp_path / "m")
+    assert f"[model] name = '{tmp_path / 'm'}'" in str(error.value)
+
+
+def test_a_config_with_more_layers_than_the_file_is_refused_and_with_fewer_is_reported(tmp_path, caplog):
+    changed_weights(tmp_path / "m", lambda weights: weights)
+    load(tmp_path / "m")
+    assert not caplog.records  # the head is tied, and needs no weights of its own
+    path = tmp_path / "m" / "config.json"
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps({**about, "num_hidden_layers": 3}))
+    with pytest.raises(ModelError, match=r"no weights for model\.layers\.2\."):
+        load(tmp_path / "m")
+    path.write_text(json.dumps({**about, "tie_word_embeddings": False}))
+    with pytest.raises(ModelError, match=r"no weights for lm_head\.weight"):
+        load(tmp_path / "m")
+    path.write_text(json.dumps({**about, "num_hidden_layers": 1}))
+    load(tmp_path / "m")
+    (record,) = caplog.records
+    assert "the model does not read these weights of the checkpoint: model.layers.1." in record.getMessage()
+
+
+def test_what_transformers_warns_of_is_logged_once(tmp_path, caplog, monkeypatch):
+    """An unknown key of the rotary settings is ignored, so the model may not be the one that was trained."""
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    changed_weights(tmp_path / "m", lambda weights: weights)
+    path = tmp_path / "m" / "config.json"
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "stretch": 2.0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": rope}))
+    load(tmp_path / "m")
+    (record,) = caplog.records
+    assert "transformers warns: Unrecognized keys in `rope_parameters`" in record.getMessage()
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path):
+    """Transformers would add it to the model without a word."""
+    changed_weights(tmp_path / "m", lambda weights: weights)
+    (tmp_path / "m" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ModelError, match=r"an adapter \(adapter_config\.json\) beside the weights"):
+        load(tmp_path / "m")
+
+
+def test_every_token_needs_a_row_of_the_embedding():
+    """Of ids 0 to 260, 261 rows have all and 260 lack the last; padding is never embedded."""
+    made, config = tokenizer(), ModelConfig(name="m", device="cpu")
+    model = {rows: LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": rows})) for rows in (260, 261)}
+    make_backbone(model[261], made, config, Key(0))
+    made.add_special_tokens({"pad_token": "<blank>"})
+    model[261] = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": 261}))
+    make_backbone(model[261], made, config, Key(0))
+    made.chat_template = "{{ '<|turn|>' }}"
+    made.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    message = (
+        r"token ids up to 262, but the model's embedding 261 rows, for ids up to 260: none for '<\|turn\|>', "
+        r"which the chat template uses; use .*resize_token_embeddings\(263\)"
+    )
+    with pytest.raises(ModelError, match=message):
+        make_backbone(LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": 261})), made, config, Key(0))
 
 
 def test_loading_writes_nothing_to_the_terminal(tmp_path, capfd, monkeypatch):

@@ -252,7 +252,10 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
         GPT2Config(vocab_size=len(WORDS), n_positions=16, n_embd=16, n_layer=1, n_head=2)
     ).save_pretrained(tmp_path / "lm")
     tokenizer(pair=False).save_pretrained(tmp_path / "lm")
-    with pytest.raises(ModelError, match=r"this is not a reward model; it has no weights for score\.weight"):
+    with pytest.raises(
+        ModelError,
+        match=r"this is not a sequence classification model: the checkpoint has no weights for score\.weight",
+    ):
         Rewards(str(tmp_path / "lm"), RECORDS).get(ALL)
     with pytest.raises(
         ModelError,
@@ -261,7 +264,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
         Rewards(str(bert(tmp_path / "three", labels=3)), RECORDS).get(ALL)
     broken = BertForSequenceClassification.from_pretrained(bert(tmp_path / "nan"))
     with torch.no_grad():
-        broken.classifier.bias.fill_(torch.nan)
+        broken.classifier.weight.fill_(3e38)  # finite, but its products are not
     broken.save_pretrained(tmp_path / "nan")
     with pytest.raises(ModelError, match="gives a response of record 1 a score that is not finite"):
         Rewards(str(tmp_path / "nan"), RECORDS).get(ALL[1:])

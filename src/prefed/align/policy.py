@@ -29,10 +29,12 @@ from prefed.core import (
     Tensors,
     files,
 )
+from prefed.core.text import listed
 from prefed.core.wire import decode_state, encode
 from prefed.models import Backbone, ModelConfig, load_causal, load_tokenizer, make_backbone, save_adapter
 from prefed.models.adapters import atomic_folder
 from prefed.models.backbone import model_digest
+from prefed.models.pretrained import check_finite
 from prefed.models.tastes import TASTE_MAP
 from prefed.train import PairTrainer
 from prefed.train.pair_cache import Rows
@@ -79,8 +81,13 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozen
     if adapter is not None:
         try:
             adapted = PeftModel.from_pretrained(causal, str(adapter))
+            # from_pretrained only warns of missing factors, and says nothing of those that it does not read.
+            result = adapted.load_adapter(str(adapter), "default")
+            if wrong := sorted({*result.missing_keys, *result.unexpected_keys}):
+                raise ValueError(f"missing or unknown tensors: {listed(wrong, str, 3)}")
             _untie(adapted)
             causal = adapted.merge_and_unload()
+            check_finite(dict(causal.named_parameters()), f"the adapter {adapter}")
         except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
             # PyTorch prints one line per tensor.
             problem = "; ".join(line.strip() for line in str(error).splitlines()[:2])

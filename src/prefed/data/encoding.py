@@ -131,7 +131,7 @@ class Template:
         today: the date for chat templates that contain today's, as ``2026-01-31``; ``None``: today's.
 
     Raises:
-        DataError: ``kind`` is ``chat`` and the tokenizer has no chat template.
+        DataError: ``kind`` is ``chat`` and the tokenizer has no chat template, or its date cannot be fixed.
     """
 
     def __init__(self, tokenizer: Tokenizer, kind: Kind = "auto", today: str | None = None) -> None:
@@ -144,7 +144,7 @@ class Template:
         self.chat = has_template and kind in ("auto", "chat", "rendered")
         self._kind, self._has_template = kind, has_template
         self._plain = _instruction_of if kind == "instruction" else dialogue
-        self._clock = {} if today is None else {"strftime_now": datetime.fromisoformat(today).strftime}
+        self._fixed = {"chat_template": _dated(tokenizer, today)} if self.chat and today else {}
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: DataConfig) -> Template:
@@ -196,7 +196,7 @@ class Template:
         start, notes = self._prompt(prompt), set[Note]()
         if isinstance(prompt, str):
             first, second = (self._ended(self._text(text)) for text in (chosen, rejected))
-            notes.update(self._notes(prompt, chosen, rejected))
+            notes.update(self._notes(prompt, chosen, rejected) if MARK not in start else ())
         else:
             first, second = (
                 self._response(prompt, start, text, notes) if whole else self._text(text)
@@ -276,12 +276,32 @@ class Template:
                 plain_prompt(self._marked(messages)),
                 tokenize=False,
                 add_generation_prompt=generate,
-                **self._clock,
+                **self._fixed,
             )
         except Exception as error:  # errors of jinja, and of the template itself
             raise RowError(f"the tokenizer's chat template rejects this conversation: {error}") from error
         assert isinstance(text, str)
         return text
+
+
+_CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
+
+
+def _dated(tokenizer: Any, today: str) -> str:
+    """Return the chat template with a fixed date; transformers passes no functions to templates.
+
+    Raises:
+        DataError: the template computes the format of the date.
+    """
+    day = datetime.fromisoformat(today)
+    template: str = tokenizer.get_chat_template()
+    dated = _CLOCK.sub(lambda match: repr(day.strftime(match["format"])), template)
+    if "strftime_now(" in dated:
+        raise DataError(
+            "the chat template computes the format of today's date, so the date cannot be fixed; write the "
+            'format in the template, as strftime_now("%d %b %Y")'
+        )
+    return dated
 
 
 _ENDS_WORD = re.compile(r"[\w.?!:;,)\"']\Z")

@@ -24,6 +24,7 @@ from prefed.models.pretrained import (
     check_dtype,
     check_kernels,
     check_language_model,
+    check_vocabulary,
     find_device,
     head_width,
     keep_four_bits,
@@ -238,6 +239,8 @@ def make_backbone(
             ``checkpointing``.
     """
     device = find_device(config.device)
+    if tokenizer is not None:
+        check_vocabulary(model, tokenizer, config.name)
     wrapped = adapted(model, config, needs)
     check_dtype(config, device)
     check_kernels(config, device)

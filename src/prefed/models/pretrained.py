@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -14,8 +15,10 @@ from typing import Any, get_args
 import torch
 
 from prefed.core import huggingface
+from prefed.core.text import listed
 from prefed.models.config import Dtype, ModelConfig, present_devices
 
+_log = logging.getLogger("prefed")
 NEEDED = "give one with config.json, weights and tokenizer"
 _REASON = 400
 """Maximum length of a library's message to repeat."""
@@ -147,17 +150,19 @@ def silence_transformers() -> None:
     """Disable progress bars and notices of transformers, unless ``TRANSFORMERS_VERBOSITY`` is set."""
     if "TRANSFORMERS_VERBOSITY" in os.environ:
         return
-    from transformers.utils import logging
+    from transformers.utils import logging as verbosity
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    verbosity.set_verbosity_error()
+    verbosity.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\b")
 
 
 def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
     """Return ``kind.from_pretrained(name, **options)``, from a folder, the hub or the hub's cache.
 
-    Transformers is silent from then on; see :func:`silence_transformers`.
+    Every weight of a model is read from its checkpoint and finite. Weights of the checkpoint that the model
+    does not read, and what transformers warns of, are logged. Transformers is silent from then on; see
+    :func:`silence_transformers`.
 
     Args:
         kind: one of transformers' ``Auto`` classes.
@@ -178,6 +183,12 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         # Transformers would fail with a long message, or make a tokenizer without a vocabulary.
         if ("tokenizer" if what == "tokenizer" else "config.json") in absent:
             raise lacks
+        if (folder / "adapter_config.json").exists():
+            raise ModelError(
+                f"{key} = {name!r}: the folder has an adapter (adapter_config.json) beside the weights of a "
+                "model; merge the adapter into the weights and save them in a folder of their own, or move "
+                "its files away to use the model without it"
+            )
     elif folder.exists():
         raise ModelError(f"{key} = {name!r}: this is a file; give a folder")
     # Not a valid hub name, so it must be a folder. The message of the hub client would be misleading.
@@ -187,11 +198,20 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         try:
             if kind.__name__.startswith("AutoModel"):
                 _check_kernels(name, options.get("revision"))
-            # By default transformers asks on the terminal and reads the answer from standard input.
-            loaded = kind.from_pretrained(name, trust_remote_code=False, **options)
+            model = kind.__name__.startswith("AutoModel")
+            with _warnings_of_transformers(f"{key} = {name!r}"):
+                # By default transformers asks on the terminal and reads the answer from standard input.
+                loaded = kind.from_pretrained(
+                    name, trust_remote_code=False, **options, **{"output_loading_info": True} if model else {}
+                )
+            if model:
+                loaded, report = loaded
+                _check_weights(loaded, report, f"{key} = {name!r}", what)
             if _is_empty(loaded):
                 raise ValueError("its tokenizer has no vocabulary except special tokens")
             return loaded
+        except ModelError:
+            raise
         except Exception as error:  # a downloaded folder may contain anything
             if not answers:
                 raise ModelError(
@@ -209,6 +229,93 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
             elif "backend tokenizer" in reason:
                 reason = "its tokenizer has no vocabulary: tokenizer.json or a vocabulary file is missing"
             raise ModelError(f"{key} = {name!r}: cannot load a {what}: {reason}") from error
+
+
+@contextmanager
+def _warnings_of_transformers(prefix: str) -> Iterator[None]:
+    """Log what transformers warns of as warnings of prefed, except of weights that are not as expected.
+
+    Args:
+        prefix: start of the messages.
+    """
+    logger, kept = logging.getLogger("transformers"), _Kept(logging.WARNING)
+    handlers, level = logger.handlers, logger.level
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logger.handlers = [kept]
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
+        logger.setLevel(level)
+    for text in kept.texts:
+        if "LOAD REPORT" not in text and "This checkpoint seem corrupted" not in text:  # see _check_weights
+            _log.warning("%s: transformers warns: %s", prefix, text[:_REASON])
+
+
+class _Kept(logging.Handler):
+    """Keeps messages, each once and on one line."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.texts: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts[" ".join(record.getMessage().split())] = None
+
+
+def _check_weights(model: Any, report: Mapping[str, Any], prefix: str, what: str) -> None:
+    """Check what transformers reports of loading a model, see :func:`load_pretrained`.
+
+    Args:
+        prefix: start of the messages.
+        what: kind of model.
+    """
+    # Transformers initialises missing weights at random. Buffers are computed.
+    parameters = dict(model.named_parameters())
+    missing = sorted(
+        {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])} & {*parameters}
+    )
+    unread = sorted(report["unexpected_keys"])
+    if missing:
+        start = next((key.removesuffix(own) for own in missing for key in unread if key.endswith(own)), "")
+        remedy = "complete it, or correct config.json"
+        if any(".lora_" in key or ".base_layer." in key for key in unread):
+            remedy = "it holds an adapter; merge it into the weights (merge_and_unload) and save them again"
+        elif start:
+            remedy = f"remove the prefix {start!r} from the names of its weights"
+        raise ModelError(
+            f"{prefix}: this is not a {what}: the checkpoint has no weights for {listed(missing, str, 3)}; "
+            f"{remedy}"
+        )
+    if unread:
+        _log.warning(
+            "%s: the model does not read these weights of the checkpoint: %s", prefix, listed(unread, str, 3)
+        )
+    check_finite(parameters, prefix)
+
+
+def check_finite(parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
+    """Check that all weights are finite.
+
+    Args:
+        prefix: start of the message.
+
+    Raises:
+        ModelError: some are not; the message names them.
+    """
+    wrong = []
+    for name, weight in parameters.items():
+        if weight.is_floating_point() and weight.numel() and not weight.is_meta:
+            extremes = torch.stack(weight.detach().aminmax())  # NaN if there is one
+            if not bool(torch.isfinite(extremes).all()):
+                wrong.append(name)
+    if wrong:
+        dtype = str(parameters[wrong[0]].dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{prefix}: weights are not finite in {dtype}: {listed(wrong, str, 3)}; the checkpoint is "
+            "damaged, its training diverged, or its values exceed this dtype"
+        )
 
 
 def _check_kernels(name: str, revision: str | None) -> None:
@@ -376,6 +483,29 @@ def keep_four_bits(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "quant_state"):
             module.training = True
+
+
+def check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:
+    """Check that the embedding has a row for every token of the tokenizer, except for padding.
+
+    Raises:
+        ModelError: it has not.
+    """
+    embeddings = model.get_input_embeddings()
+    rows: int = getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows}
+    if tokenizer.pad_token_id not in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        beyond.pop(tokenizer.pad_token, None)
+    if not beyond:
+        return
+    highest, template = max(beyond.values()), str(getattr(tokenizer, "chat_template", None))
+    used = ", which the chat template uses" if any(token in template for token in beyond) else ""
+    raise ModelError(
+        f"[model] name = {name!r}: the tokenizer has token ids up to {highest}, but the model's embedding "
+        f"{rows} rows, for ids up to {rows - 1}: none for {listed(sorted(beyond, key=beyond.__getitem__))}"
+        f"{used}; use the model's own tokenizer, or resize the embedding and save the model: "
+        f"model.resize_token_embeddings({highest + 1})"
+    )
 
 
 PROBE = 4

@@ -37,7 +37,8 @@ class RewardModel:
         key: the setting that contains the name, for messages.
 
     Raises:
-        ModelError: the model cannot be loaded, its head is not trained, or it has more than two outputs.
+        ModelError: the model cannot be loaded, e.g. because it has no trained head, or it has more than two
+            outputs.
     """
 
     def __init__(self, name: str, device: torch.device, key: str = _KEY) -> None:
@@ -45,21 +46,9 @@ class RewardModel:
 
         self.name, self.device = name, device
         self.tokenizer = load_pretrained(AutoTokenizer, key, name, "tokenizer", truncation_side="left")
-        self.model, report = load_pretrained(
-            AutoModelForSequenceClassification,
-            key,
-            name,
-            _KIND,
-            dtype=torch.float32,
-            output_loading_info=True,
-            **placement(device),
+        self.model = load_pretrained(
+            AutoModelForSequenceClassification, key, name, _KIND, dtype=torch.float32, **placement(device)
         )
-        missing = set(report["missing_keys"]) & {key for key, _ in self.model.named_parameters()}
-        if missing:
-            raise ModelError(
-                f"{key} = {name!r}: this is not a reward model; it has no weights for "
-                f"{', '.join(sorted(missing))}"
-            )
         if self.model.config.num_labels > 2:
             raise ModelError(
                 f"{key} = {name!r} has {self.model.config.num_labels} outputs; a reward model must have one, "

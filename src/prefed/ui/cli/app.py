@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -87,4 +89,8 @@ def main() -> None:
     from prefed.core.proxies import direct_here
 
     os.environ.update({**openmp_settings(), **direct_here()})
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal's encoding lacks stops no command.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     app()
