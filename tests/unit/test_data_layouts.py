@@ -288,6 +288,8 @@ def test_what_no_setting_can_read_is_refused_unless_it_is_metadata(read, row, co
         ([LAYOUTS["helpsteer2"][0] | {"preference_strength": -4}], "from -3 to 3, not -4"),
         ([LAYOUTS["alpaca-farm"][0] | {"preference": 0}], "preference is 0, which names neither output_1"),
         ([LAYOUTS["alpaca-farm"][0] | {"preference": True}], "which names neither"),
+        ([LAYOUTS["alpaca-farm"][0] | {"preference": -2}], "preference is -2, which names neither"),
+        ([{"prompt": "Q", **NUMBERED, "preference": -2}], "In each row|'preference' names"),
         ([TASK | {"data": {"prompt": "Q", "x": "a", "y": "b"}}], "name the fields of data like that"),
         ([ARGILLA | {"fields": {"prompt": "Q", "x": "a"}}], "1 responses and 1 questions"),
         ([{"message_id": 1, "parent_id": None, "text": "Q", "role": "prompter"}], "use the file of trees"),

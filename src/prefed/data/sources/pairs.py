@@ -383,7 +383,8 @@ def better_of(vote: Any, names: Sequence[str], column: str) -> int | None:
         return None
     ends = [name.rpartition(".")[2].lower().replace("_", " ") for name in names]
     parts = different_parts(*ends)
-    last = re.split(r"[^a-z0-9]+", text)[-1]
+    # The last part of "model b"; -2 is a strength, and no vote for response 2.
+    last = re.split(r"[^a-z0-9]+", text)[-1] if text[0].isalpha() else text
     found = [k for k in (0, 1) if text in (ends[k], parts[k], _SIDES[k]) or last == parts[k]]
     if len(found) != 1:
         raise RowError(f"{column} is {vote!r}, which names neither {names[0]} nor {names[1]}")
