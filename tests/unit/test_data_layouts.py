@@ -368,6 +368,19 @@ def test_columns_that_are_not_used_are_reported(tmp_path):
         build("wrong", metadata=["sources"])
 
 
+def test_prompts_that_are_common_beginnings_are_reported(tmp_path):
+    """They may be a chance, where the prompt is in a column of another name; marked dialogues are none."""
+    texts = {"chosen": "The a", "rejected": "The b", "frage": "Q"}
+    rows = [{key: f"{text} {k}" for key, text in texts.items()} for k in range(6)]
+    marked = [{name: f"{HUMAN}{row[name]}" for name in AB} for row in rows]
+    words = "6 rows have no column of prompts: the common beginning of both responses is the prompt"
+    for name, every, expected in (("plain", rows, [words]), ("marked", marked, [])):
+        file = str(jsonl(tmp_path / f"{name}.jsonl", every))
+        config = DataConfig(train=file, partition={"by": "iid", "clients": 1})
+        dataset = build_dataset(config, tokenizer(), Key(0), tmp_path / name)
+        assert [note for note in data_notices(dataset)[0] if "prompt" in note] == expected
+
+
 def test_whoever_copies_a_row_reads_it():
     row = TrackedRow({"a": 1, "b": {"c": 2, "d": 3}})
     assert "a" in row

@@ -179,6 +179,7 @@ def _build(
                 "ignored": tuple(names[1].values()),
                 "unread": _unread(config, counts, selector),
                 "promptless": counts.promptless,
+                "implicit": counts.implicit,
                 "contradicted": counts.contradicted,
                 "garbled": dict(sorted(counts.garbled.items())),
                 "empty": tuple(

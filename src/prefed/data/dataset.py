@@ -114,6 +114,7 @@ class Findings(StrictModel):
         ignored: files in source folders that were not read.
         unread: columns that were neither used nor named as metadata.
         promptless: pairs with an empty prompt, unless it is asked for.
+        implicit: rows whose prompt is the common beginning of two texts without marks of turns.
         contradicted: pairs of rows that rate the rejected response higher.
         empty: files in source folders without rows.
         garbled: characters that a wrong encoding gives, or U+FFFD → number of pairs with them.
@@ -125,6 +126,7 @@ class Findings(StrictModel):
     ignored: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     promptless: int = 0
+    implicit: int = 0
     contradicted: int = 0
     empty: tuple[str, ...] = ()
     garbled: dict[str, int] = Field(default_factory=dict)

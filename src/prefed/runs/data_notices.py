@@ -77,6 +77,9 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
         notes.append(f"columns not used: {listed(findings.unread, lambda name: name or repr(name), 12)}")
     if findings.promptless:
         notes.append(f"{pluralize(findings.promptless, 'row has', 'rows have')} an empty prompt")
+    if findings.implicit:
+        who = pluralize(findings.implicit, "row has", "rows have")
+        notes.append(f"{who} no column of prompts: the common beginning of both responses is the prompt")
     if findings.contradicted:
         who = pluralize(findings.contradicted, "row rates its", "rows rate their")
         warnings.append(

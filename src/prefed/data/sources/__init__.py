@@ -20,6 +20,7 @@ from prefed.data.sources.pairs import (
     RawPair,
     contradicts,
     extra_columns,
+    is_marked,
     split_prompt,
     value_at,
     whole_texts,
@@ -48,6 +49,7 @@ class ReadCounts:
 
     Attributes:
         promptless: rows with an empty prompt that nobody asked for.
+        implicit: rows whose prompt is the common beginning of two texts that are no marked dialogues.
         contradicted: pairs whose rejected response has the higher score, or with a negative margin.
         unread: columns that were not used, in the order of their appearance.
         columns: all columns.
@@ -61,6 +63,7 @@ class ReadCounts:
     prefixes: int = 0
     short: int = 0
     promptless: int = 0
+    implicit: int = 0
     contradicted: int = 0
     unread: dict[str, None] = field(default_factory=dict)
     columns: set[str] = field(default_factory=set)
@@ -136,6 +139,8 @@ def read_records(
             if form.name == "pairs" and columns is None:
                 layouts.check(given[0], location)
             counts.promptless += prompts.add(form, given, records)
+            if config.score == "response" and given[0].prompt is None:
+                counts.implicit += not is_marked(records[0].prompt)
             usable = True
         if usable:
             for record in records:

@@ -228,6 +228,11 @@ def is_dialogue(response: Any) -> bool:
     return TURN in response if isinstance(response, str) else isinstance(response, list) and len(response) > 1
 
 
+def is_marked(prompt: Prompt) -> bool:
+    """Whether a prompt is a conversation, or a text with marks of its turns."""
+    return not isinstance(prompt, str) or bool(_LATER_TURN.search(prompt))
+
+
 def user_turn(content: str, system: Any = None) -> list[dict[str, str]]:
     """Return a text as a user turn, after the system message, if any."""
     start = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
