@@ -23,7 +23,7 @@ from prefed.align import AlignError, align
 from prefed.align.alignment import write_pairs
 from prefed.align.run import STAGES, begun
 from prefed.align.stages import run_stages
-from prefed.align.training import label_trainer
+from prefed.align.training import label_trainer, warn_of_kept
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
 from prefed.core.wire import decode_state
@@ -34,6 +34,7 @@ from prefed.runs.run import run
 from prefed.train import generation
 from prefed.train.generation import prompt_ids
 from prefed.ui.cli import app
+from toy import Warned
 
 
 def plain_logits(model, texts=((5, 9, 2, 40), (7, 3, 11, 8))):
@@ -76,6 +77,7 @@ def test_the_whole_path(alignment):
     assert summary["train"]["pairs"] + summary["train"]["held_out"] == len(labels)
     best = max(summary["train"]["epochs"], key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))
     assert summary["train"]["kept"] == best["epoch"]
+    assert all({"chosen_shift", "chosen_shift_error"} <= epoch.keys() for epoch in summary["train"]["epochs"])
     kept, adapter = (alignment.folder / name for name in (f"checkpoints/epoch-{best['epoch']}", "adapter"))
     assert content(kept) == content(adapter)
 
@@ -513,3 +515,20 @@ def test_no_end_is_put_after_a_completion_that_was_cut(alignment, monkeypatch):
     assert (lengths[1] - lengths[0]).tolist() == [[not ended for ended in row["ended"]] for row in labels]
     assert {tuple(row["ended"]) for row in labels} >= {(True, False), (False, False)}
     assert not any(row["ended"] == [False, True] for row in labels)
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"agreement": 0.9, "chosen_shift": -4.0, "chosen_shift_error": 1.0}, ["-4.0 nats"]),
+        ({"agreement": 0.4, "chosen_shift": -4.0, "chosen_shift_error": 1.0}, ["-4.0 nats", "only 40.0%"]),
+        ({"agreement": 0.9, "chosen_shift": -4.0, "chosen_shift_error": 3.0}, []),
+        ({"agreement": 0.5}, []),  # from an older prefed
+        ({"agreement": None}, []),  # nothing is held out
+    ],
+)
+def test_an_adapter_that_is_worse_than_its_start_is_called_so(figures, words):
+    heard = Warned()
+    warn_of_kept([{"epoch": 1, "agreement": 1.0}, {"epoch": 2, **figures}], 2, heard)
+    assert len(heard.texts) == bool(words)
+    assert all(word in text for text in heard.texts for word in ("worse than the initial policy", *words))

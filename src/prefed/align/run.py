@@ -75,6 +75,7 @@ def _keep_best(alignment: Alignment) -> Figures:
             checkpoints.append(alignment.folder / training.checkpoint(generation, figures["epoch"]))
             epochs.append({**figures, "epoch": len(checkpoints), "generation": generation.number})
     best, backbone, folder = training.best_epoch(epochs), alignment.policy, alignment.folder
+    training.warn_of_kept(epochs, best, alignment.callback)
     tensors = policy.read_policy(backbone, checkpoints[best - 1])
     policy.save_policy(tensors, folder / POLICY)
     taste = tastes.load_tastes(folder).population

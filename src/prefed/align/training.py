@@ -16,25 +16,53 @@ from prefed.align.policy import AlignError, Training, train_epochs
 from prefed.align.stages import Figures, Stage, check_outputs, output_digest, rows_in
 from prefed.align.tastes import STATE, Generation, held_out, held_out_prompts
 from prefed.config.align import AlignConfig
-from prefed.core import Optimizer, Plain, Tensors
+from prefed.core import Callback, Optimizer, Plain, Tensors
 from prefed.data import Record
 from prefed.data.record import parse_prompt
 from prefed.models.backbone import model_digest
 from prefed.train import PairTrainer
-from prefed.train.metrics import PairScores, client_metrics
+from prefed.train.metrics import SHIFT_ERROR, SHIFT_METRICS, PairScores, client_metrics, falls
 
 ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
+SHIFT = SHIFT_METRICS[0]
 
 
 def best_epoch(history: list[dict[str, Any]]) -> int:
     """Return the first epoch with the highest agreement or, without held-out pairs, the last epoch.
 
+    An epoch after which the chosen completions are less probable than under the initial policy, beyond noise
+    (:func:`~prefed.train.metrics.falls`), is only kept if all are such: a policy whose text breaks may agree
+    best.
+
     >>> best_epoch([{"epoch": k, "agreement": share} for k, share in ((1, 0.6), (2, 0.7), (3, 0.7))])
     2
+    >>> shifts = {1: 2.0, 2: -0.5, 3: -9.0}
+    >>> figures = [{"epoch": k, "agreement": k / 4, SHIFT: shifts[k], SHIFT_ERROR: 1.0} for k in shifts]
+    >>> best_epoch(figures), best_epoch(figures[2:])
+    (2, 3)
     """
     if history[0]["agreement"] is None:
         return int(history[-1]["epoch"])
-    return int(max(history, key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))["epoch"])
+    bearing = [epoch for epoch in history if not falls(epoch)] or history
+    return int(max(bearing, key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))["epoch"])
+
+
+def warn_of_kept(epochs: Sequence[Mapping[str, Any]], kept: int, callback: Callback) -> None:
+    """Warn if the kept epoch is worse than the initial policy."""
+    (epoch,) = (each for each in epochs if each["epoch"] == kept)
+    worse = []
+    if falls(epoch):
+        worse.append(
+            f"the chosen held-out completions became less probable ({epoch[SHIFT]:+.1f} nats): its text may "
+            "loop or be nonsense"
+        )
+    if epoch["agreement"] is not None and epoch["agreement"] < 0.5:
+        worse.append(f"it orders only {epoch['agreement']:.1%} of the held-out pairs as they are labelled")
+    if worse:
+        callback.on_warning(
+            f"the kept adapter is worse than the initial policy: {', and '.join(worse)}; lower align.lr, or "
+            'use align.objective = "rpo"'
+        )
 
 
 def _rows(
@@ -92,7 +120,7 @@ def label_trainer(
 def agreement(
     config: AlignConfig, trainer: PairTrainer, tensors: Tensors, out: npt.NDArray[np.bool_]
 ) -> dict[str, Plain]:
-    """Compute the agreement of the policy with the labels of held-out pairs, and its mean margin.
+    """Compute the agreement of the policy with the labels of held-out pairs, and its mean margin and shift.
 
     Args:
         out: marks the held-out pairs of the trainer; without any, the agreement is ``None``.
@@ -102,7 +130,8 @@ def agreement(
     scores = trainer.score(tensors, np.flatnonzero(out))
     assert isinstance(scores, PairScores)
     figures = client_metrics(scores, config.beta or 0.1)
-    return {"agreement": figures["reward_accuracy"], "margin": figures["margin"]}
+    shifts = {name: figures[name] for name in (SHIFT, SHIFT_ERROR)}
+    return {"agreement": figures["reward_accuracy"], "margin": figures["margin"], **shifts}
 
 
 def checkpoint(generation: Generation, epoch: int) -> str:
@@ -158,6 +187,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     if tastes is not None:
         return {**counts, "loss": history[-1]["loss"], "agreement": history[-1]["agreement"]}
     best = best_epoch(history)
+    warn_of_kept(history, best, alignment.callback)
     policy.copy_adapter(alignment.folder / checkpoint(generation, best), alignment.folder / ADAPTER)
     return {**counts, "epochs": history, "kept": best}
 

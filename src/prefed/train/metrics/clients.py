@@ -197,7 +197,7 @@ def shift_warning(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> s
     >>> shift_warning({"chosen_shift": -4.2, "chosen_shift_error": 2.5}, {})
     ''
     """
-    if not _falls(evaluation) or _falls(before):
+    if not falls(evaluation) or falls(before):
         return ""
     shift = evaluation["chosen_shift"]
     return (
@@ -206,8 +206,8 @@ def shift_warning(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> s
     )
 
 
-def _falls(evaluation: Mapping[str, Any]) -> bool:
-    """Whether the 95% interval of the chosen shift is below 0."""
+def falls(evaluation: Mapping[str, Any]) -> bool:
+    """Whether the 95% interval of the chosen shift is below 0; ``False`` if it was not measured."""
     shift, error = evaluation.get("chosen_shift"), evaluation.get(SHIFT_ERROR)
     return shift is not None and error is not None and shift + Z * error < 0
 
