@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefed.core import Entry, Layout, Owner, Tensors
+from prefed.core import Entry, Key, Layout, Owner, Tensors
 from prefed.merge.flat import weighted_mean
-from prefed.merge.lora import Module, flexlora, modules, needs, owner, product_error, residuals, trainable
+from prefed.merge.lora import (
+    Module,
+    flexlora,
+    modules,
+    needs,
+    owner,
+    product_error,
+    residuals,
+    restarted,
+    trainable,
+)
 
 A = Entry("lora/0/attn.q/A", (2, 5), "lora", 0, "A")
 B = Entry("lora/0/attn.q/B", (4, 2), "lora", 0, "B")
@@ -203,3 +213,15 @@ class TestFlexlora:
         a, b = factors["lora/0/q/A"], factors["lora/0/q/B"]
         assert (a.shape, b.shape) == ((3, 2), (2, 3))
         torch.testing.assert_close(b @ a, value["lora/0/q/B"] @ value["lora/0/q/A"])
+
+
+def test_a_restarted_lora_is_drawn_as_a_new_one() -> None:
+    """A ~ U(−1/√in, 1/√in), of variance 1/(3 in): of 10,000 draws the mean is within five of its deviations,
+    1/(100 √(3 in)), of 0, and the variance within 5%, six of its deviations. B is 0."""
+    a, b = Entry("lora/0/q/A", (100, 100), "lora", 0, "A"), Entry("lora/0/q/B", (4, 100), "lora", 0, "B")
+    factors = restarted(Layout((a, b)), Key(0))
+    drawn = factors[a.name]
+    assert float(drawn.abs().max()) <= 0.1
+    assert abs(float(drawn.mean())) < 5 * 0.01 / 300**0.5
+    assert float(drawn.var()) == pytest.approx(1 / 300, rel=0.05)
+    assert not factors[b.name].any()
