@@ -127,6 +127,21 @@ def test_rows_that_no_upload_has_survive(rule):
         assert all(value[:, 1:].any() for n, value in high.tensors["model"].items() if n.endswith("/B"))
 
 
+def test_rows_up_to_the_highest_rank_of_a_round_are_merged():
+    """Ranks 1 and 2 of 3, padded: the first rows have mean (1 + 5) / 2, the second (0 + 7) / 2, the third is kept."""
+
+    def column(*rows: float) -> Tensors:
+        layout = Layout((Entry("lora/0/q/A", (len(rows), 1), "lora", 0, "A"),))
+        return Tensors(layout, torch.tensor(rows))
+
+    whole = column(9.0, 9.0, 9.0)
+    aggregator = Aggregator(MergeConfig(ranks={"a": 1, "b": 2}, weights="uniform"), whole.layout, 2.0)
+    sent = {"a": column(1.0, 0.0, 0.0), "b": column(5.0, 7.0, 0.0)}
+    uploads = [Upload(client, 1.0, {"model": group}, {}, 1) for client, group in sent.items()]
+    after = aggregator.merge(aggregator.init(whole), uploads, Round(1, 2, Key(0), {"a": 1.0, "b": 1.0}))
+    assert after.tensors["model"].flat.tolist() == [3.0, 3.5, 9.0]
+
+
 def test_a_late_upload_of_low_rank_moves_the_newest_model():
     """θ + (θ_i − θ^start) of the first row: 10 + (5 − 2) = 13, and 20 + (5 − 3) = 22."""
     whole = Layout((Entry("lora/0/q/A", (2, 2), "lora", 0, "A"),))
