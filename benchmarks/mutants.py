@@ -202,7 +202,7 @@ MUTANTS = tuple(
             "engines/job.py",
             "if coin * clients < size]",
             "if coin * clients > size]",
-            "engines/test_privacy.py",
+            "engines/test_noise.py",
         ),
         (
             "engines/server_rounds.py",
