@@ -110,7 +110,7 @@ MUTANTS = tuple(
             "train/optimizer_steps.py",
             'key.at("epoch", epoch).numpy()',
             'key.at("epoch", 0).numpy()',
-            "golden/test_optim.py golden/test_pair_trainer_twins.py",
+            "unit/test_trainer_factory.py",
         ),
         (
             "train/metrics/pairs.py",
@@ -181,9 +181,9 @@ MUTANTS = tuple(
         ),
         (
             "merge/clustering.py",
-            "if best is None or total < best[0]:",
-            "if best is None or total <= best[0]:",
-            "laws/test_cluster_laws.py unit/test_prototypes.py",
+            "placed[client] = min(range(count), key=sizes.__getitem__)",
+            "placed[client] = max(range(count), key=sizes.__getitem__)",
+            "laws/test_cluster_laws.py unit/test_selector_methods.py",
         ),
         # engines
         (
@@ -245,7 +245,7 @@ MUTANTS = tuple(
             "data/partition.py",
             "train = train[np.sort(drawn)]",
             "train = train[: len(drawn)]",
-            "unit/test_data_splits.py unit/test_data_partition.py",
+            "unit/test_data_dataset.py",
         ),
         # privacy
         (

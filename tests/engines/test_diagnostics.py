@@ -7,7 +7,7 @@ import torch
 
 import toy
 from engines.test_neighbours import job, nodes, run
-from prefed.core import Objective, Owner, Privacy, Tensors
+from prefed.core import Entry, Layout, Objective, Owner, Privacy, Tensors, Upload
 from prefed.engines.diagnostics import Diagnostics
 from prefed.store import RunReader
 from toy import records
@@ -99,6 +99,20 @@ def test_few_pairs_estimate_the_same_without_bias():
     for name, expected in (("kappa2", kappa), ("zeta2", zeta)):
         found = sum(draw[name] for draw in draws) / len(draws)
         assert found == pytest.approx(expected, rel=0.15), name
+
+
+def test_kappa2_is_corrected_for_the_noise_of_few_pairs():
+    """With weights p of 1/4 and 3/4, gradients (2, 0) and 0, and variances V of 8 and 0 between two batches:
+    Σ p ‖g‖² = 1 has Σ p V/2 of noise, ‖Σ p g‖² = 1/4 has Σ p² V/2, so κ² is 3/4 − (1/4 − 1/16) · 4 = 0."""
+    from prefed.engines.diagnostics import Diagnosis
+
+    layout = Layout((Entry("a", (2,), "lora"),))
+    sums = Diagnosis(Diagnostics(1, 4, Objective("dpo"), 2))
+    for client, weight, slope, variance in (("a", 1.0, 2.0, 8.0), ("b", 3.0, 0.0, 0.0)):
+        gradient = Tensors(layout, torch.tensor([slope, 0.0]))
+        numbers = {"loss": 0.0, "variance": variance, "clipped": 0.0}
+        sums.add(Upload(client, weight, {"gradient": gradient}, numbers, 1))
+    assert sums.figures()["kappa2"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_diagnosis_changes_nothing_but_the_log(tmp_path):

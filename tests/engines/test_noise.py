@@ -147,16 +147,16 @@ def course_of(job, writer, backend, states):
 
 
 def test_poisson_draws_each_client_with_one_probability():
-    """Of 4000 rounds with 3 of 6 each client is in 2000 ± 32: five deviations are 160. Sizes of cohorts vary,
-    as their deviation √(6/4) says."""
+    """Of 4000 rounds with 2 of 6 each client is in 1333 ± 30: five deviations are 149. Sizes of cohorts vary,
+    as their deviation √(6 · 1/3 · 2/3) says."""
     key, times, sizes = Key(1), [0] * 6, []
     for number in range(4000):
-        drawn = draw_cohort(key.at("round", number), 6, 3, "poisson")
+        drawn = draw_cohort(key.at("round", number), 6, 2, "poisson")
         sizes.append(float(len(drawn)))
         for index in drawn:
             times[index] += 1
-    assert all(abs(count - 2000) < 160 for count in times)
-    assert torch.tensor(sizes).std().item() == pytest.approx(1.5**0.5, rel=0.06)
+    assert all(abs(count - 4000 / 3) < 149 for count in times)
+    assert torch.tensor(sizes).std().item() == pytest.approx((4 / 3) ** 0.5, rel=0.06)
 
 
 def test_releases_are_those_of_the_client_that_takes_part_most(tmp_path):

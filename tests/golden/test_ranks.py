@@ -128,7 +128,7 @@ def test_rows_that_no_upload_has_survive(rule):
 
 
 def test_rows_up_to_the_highest_rank_of_a_round_are_merged():
-    """Ranks 1 and 2 of 3, padded: the first rows have mean (1 + 5) / 2, the second (0 + 7) / 2, the third is kept."""
+    """Ranks 1 and 2 of 3, padded: rows 1 and 2 have means (1 + 5) / 2 and (0 + 7) / 2, row 3 is kept."""
 
     def column(*rows: float) -> Tensors:
         layout = Layout((Entry("lora/0/q/A", (len(rows), 1), "lora", 0, "A"),))

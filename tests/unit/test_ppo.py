@@ -322,6 +322,24 @@ def test_loss_and_gradient_agree() -> None:
     assert half.flat.any()
 
 
+def test_rewards_of_a_batch_are_standardised_over_the_visit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair_trainer, tensors, parts = make()
+    ppo, seen = pair_trainer.trainers["ppo"], []
+    roll_out = ppo._roll_out
+
+    def record(rows: Any, rewards: torch.Tensor, *more: Any) -> Any:
+        seen.append((rows, rewards))
+        return roll_out(rows, rewards, *more)
+
+    monkeypatch.setattr(ppo, "_roll_out", record)
+    pair_trainer.visit(np.arange(6), Key(0), parts).gradient(
+        tensors, Objective("ppo", SETTINGS), batch_size=3
+    )
+    ((rows, rewards),) = seen
+    assert len(rows) == 3
+    assert torch.equal(rewards, ppo._scores(np.arange(6))[torch.from_numpy(rows)])
+
+
 def test_what_is_missing_is_named() -> None:
     pair_trainer, tensors, parts = make(rewards=False)
     with pytest.raises(ModelError, match="reward_model"):

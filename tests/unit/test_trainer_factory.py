@@ -11,11 +11,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from prefed.core import Key, Objective, Owner, Ownership, Round
+from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Round
 from prefed.data import ClientData, ClientSizes, FederatedDataset, TokenSet
 from prefed.data.dataset import RowCounts
 from prefed.models import ModelError
 from prefed.train import PairTrainerFactory
+from prefed.train.optimizer_steps import batches
 from prefed.train.pair_cache import PairScoreCache
 from small_models import VOCABULARY, Pair, backbone
 
@@ -162,3 +163,11 @@ def test_numbers_of_another_row_count_as_missing(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[12:] + path.read_bytes()[:12])
     swapped = PairScoreCache(2, tmp_path)
     assert [swapped.missing(np.array([row])) for row in (0, 1)] == [True, True]
+
+
+def test_each_epoch_has_its_own_order() -> None:
+    """Drawn at the number of the epoch."""
+    work = Phase("train", ("a",), Objective("dpo"), Optimizer(), batch_size=10, epochs=2)
+    orders = [batch.tolist() for batch in batches(np.arange(10), work, Key(1))]
+    assert orders == [Key(1).at("epoch", k).numpy().permutation(10).tolist() for k in (0, 1)]
+    assert orders[0] != orders[1]
