@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from prefed.config.experiment_table import load_cell
 from prefed.networks.federation import environment as federation
 from prefed.networks.federation.transport import FederationError
 from prefed.runs import environment
@@ -53,7 +52,7 @@ def test_nothing_is_missing(place):
     assert code == 0
     assert found["model.name"] == (False, f"{place / 'model'}, 3.0 kB")
     assert found["data.train.path"] == (False, str(place / "pairs.jsonl"))
-    assert list(found)[:5] == ["packages", "extras", "devices", "disk", "clock"]
+    assert list(found)[:6] == ["packages", "extras", "devices", "proxy", "disk", "clock"]
     assert seen()[0] == 0
     assert not (place / "runs").exists()
 
@@ -282,7 +281,7 @@ Path("ran").touch()
 
 
 def test_code_that_a_file_names_is_not_run(place, monkeypatch):
-    """The control: whoever loads the file for a run has run the code, and then doctor checks all of it."""
+    """The control: `prefed init` loads and allows it, and then doctor checks all of it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(place / "state"))
     (place / "own.py").write_text(OWN)
     (place / "exp.toml").write_text(FILE.replace('"feddpo"', '"./own.py"'))
@@ -290,6 +289,6 @@ def test_code_that_a_file_names_is_not_run(place, monkeypatch):
     assert result.exit_code != 0
     assert "own.py is code from outside prefed that you have not used" in " ".join(result.stderr.split())
     assert not (place / "ran").exists()
-    load_cell(Path("exp.toml"), None)
+    assert CliRunner().invoke(app, ["init", "./own.py", "--out", "own.toml"]).exit_code == 0
     assert (place / "ran").exists()
     assert seen("exp.toml")[0] == 0

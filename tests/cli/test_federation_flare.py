@@ -14,6 +14,7 @@ import signal
 import socket
 import ssl
 import time
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -112,8 +113,8 @@ def transport(kits, heard):
 def running(*parts):
     """The ids of processes whose command has all these parts."""
     found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (folder / "cmdline").exists():
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may have ended
             words = (folder / "cmdline").read_bytes().decode(errors="replace")
             found += [int(folder.name)] if all(part in words for part in parts) else []
     return found
@@ -289,6 +290,27 @@ def test_a_visit_may_take_longer_than_a_site_may_be_gone(unopened, monkeypatch):
         unopened._opened(pack(session="s", door=str(door.path), joined="north"))
         assert unopened.call("north", b"visit", WATCHDOG, MOST) == b"visit done"
     assert site.visits == 1
+
+
+def test_a_site_whose_process_ends_in_each_session_is_away(unopened, monkeypatch):
+    """It joins, and is silent. Its request is repeated in five sessions, which interrupt all sites."""
+    monkeypatch.setattr(over_flare, "LOOK", 0.02)
+    monkeypatch.setattr(over_flare, "PATIENCE", 0.1)
+    monkeypatch.setattr(unopened, "_present", lambda: {"north"})
+    opened, ended = [], Event()
+    dead = SimpleNamespace(exchange=lambda request: ended.wait(WATCHDOG), alive=lambda: False)
+    with Door(partial(hand, {"north": lambda timeout: dead})) as door:
+
+        def begin(sites):
+            opened.append(sites)
+            unopened._name = "s"
+            unopened._opened(pack(session="s", door=str(door.path), joined="north"))
+
+        monkeypatch.setattr(unopened, "_open", begin)
+        with pytest.raises(UnreachableError, match="5 sessions failed before it answered: its process has"):
+            unopened.call("north", b"visit", WATCHDOG, MOST)
+        ended.set()
+    assert opened == [{"north"}] * 5
 
 
 def test_a_transport_that_stops_opens_nothing_again(unopened):

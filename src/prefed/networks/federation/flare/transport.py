@@ -142,8 +142,10 @@ class FlareTransport:
             except TimeoutError:
                 break
             except (OSError, ValueError):
-                time.sleep(PAUSE)
-                continue
+                if self._session != session or site in self._inside:  # the session has ended, for all sites
+                    time.sleep(PAUSE)
+                    continue
+                header, body = {"error": "its process has ended"}, b""
             if "long" in header:
                 raise LongAnswerError(
                     f"its answer has {header['long']:,} bytes, at most {most:,} are allowed"
@@ -226,7 +228,8 @@ class FlareTransport:
             if time.monotonic() > seen + patience:
                 raise UnreachableError("it is not connected")
             with self._changed:
-                self._changed.wait(LOOK if invited else PAUSE)
+                pause = LOOK if invited else PAUSE
+                self._changed.wait_for(lambda: site in self._inside or self._stopping, pause)
 
     def _open(self, sites: Set[str]) -> None:
         """Submit a job for these sites and wait until the hub's relay is ready."""
