@@ -377,6 +377,7 @@ def test_settings_that_contradict_several_gpus_are_refused(tables, words):
 )
 def test_a_process_whose_workers_do_the_work_leaves_the_gpu_to_them(tables, device, gpu, tmp_path):
     model = {**checkpoint(tmp_path / "m", dtype="bfloat16"), **tables.get("model", {})}
+    tokenizer().save_pretrained(tmp_path / "m")
     data = {"train": "t.jsonl", "partition": {"by": "iid", "clients": 2}}
     base = {"rounds": 1, "data": data, "method": "feddpo"}
     experiment = fitted(Experiment.from_tables({**base, **tables, "model": model}, "file"))

@@ -224,8 +224,6 @@ class Template:
         """
         tokenizer = self._tokenizer
         start = [] if self.chat and not isinstance(self.formed(prompt), str) else self._start
-        if start and ids[: len(start)] == start:
-            return start, ids[len(start) :]
         if ids[:1] == [tokenizer.bos_token_id]:
             return ids[:1], ids[1:]
         if not start and not ids:
