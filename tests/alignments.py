@@ -48,6 +48,7 @@ def make_alignment(place, selectors, folder):
     config = AlignConfig(
         prompts=str(place / "prompts.jsonl"),
         completions=3,
+        pairs="all",
         max_new_tokens=6,
         temperature=1.0,
         generate=5,

@@ -517,6 +517,23 @@ def test_no_end_is_put_after_a_completion_that_was_cut(alignment, monkeypatch):
     assert not any(row["ended"] == [False, True] for row in labels)
 
 
+def test_the_clearest_pair_of_each_prompt_is_kept(alignment):
+    """One of at most three labels per prompt, with the largest margin; none is in the lowest quarter of all."""
+    (alignment.folder / "stages").mkdir(parents=True)
+    run_stages(alignment, STAGES[:4])
+    everything = rows(alignment.folder, "labels.jsonl")
+    best = replace(alignment, config=alignment.config.model_copy(update={"pairs": "best"}))
+    figures = run_stages(best, STAGES[:4], "labels")["labels"]
+    kept = rows(alignment.folder, "labels.jsonl")
+    least = np.quantile([row["margin"] for row in everything], 0.25)
+    largest = {
+        row["index"]: max(r["margin"] for r in everything if r["index"] == row["index"]) for row in kept
+    }
+    assert {row["index"]: row["margin"] for row in kept} == largest
+    assert {row["index"] for row in kept} == {r["index"] for r in everything if r["margin"] >= least}
+    assert (figures["labelled"], figures["near_ties"]) == (len(kept), len(everything) - len(kept))
+
+
 @pytest.mark.parametrize(
     ("figures", "words"),
     [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -29,6 +29,8 @@ from prefed.data.record import plain_prompt
 from prefed.train.metrics import majority
 
 FILE, SCORES = LABELS, "scores.jsonl"
+NEAR_TIES = 0.25
+"""Share of the labels, those with the smallest margins, that count as near-ties."""
 BATCH = 256
 """Pairs per batch. It is fixed, so that scores are bit-identical after a restart."""
 
@@ -76,6 +78,10 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
     _judge(alignment, generation, prompts, batches)
     labels = list(_labels(alignment, generation, prompts, pairs, counts)) if pairs else []
+    if alignment.config.pairs == "best":
+        kept = clearest(labels)
+        counts["near_ties"] = len(labels) - len(kept)
+        labels = kept
     path = generation.path(alignment, FILE)
     if not labels:
         left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
@@ -85,6 +91,23 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         )
     files.write(path, dumps(labels))
     return {**counts, "labelled": len(labels)}
+
+
+def clearest(labels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each prompt the label with the largest margin, unless it is in the lowest quarter of all.
+
+    The quarter is the scorer's own scale: log-odds of selectors and scores of judges have no common one.
+
+    >>> rows = [{"index": i, "margin": m} for i, m in ((0, 1.0), (0, 4.0), (1, 0.2), (2, 3.0), (2, 2.0))]
+    >>> clearest(rows)
+    [{'index': 0, 'margin': 4.0}, {'index': 2, 'margin': 3.0}]
+    """
+    best = dict[int, dict[str, Any]]()
+    for row in labels:
+        if row["index"] not in best or row["margin"] > best[row["index"]]["margin"]:
+            best[row["index"]] = row
+    least = float(np.quantile([row["margin"] for row in labels], NEAR_TIES)) if labels else 0.0
+    return [row for row in best.values() if row["margin"] >= least]
 
 
 def _not_judged(alignment: Alignment) -> str:
@@ -190,7 +213,9 @@ def _labels(
 
 def _settings(alignment: Alignment) -> dict[str, Any]:
     labels, taste = alignment.config.labels, alignment.config.taste
-    return {"labels": labels, **({} if taste is None else {"taste": taste})}
+    # An alignment of an older prefed, which kept all pairs, has no such setting.
+    pairs = {} if alignment.config.pairs == "all" else {"pairs": alignment.config.pairs}
+    return {"labels": labels, **pairs, **({} if taste is None else {"taste": taste})}
 
 
 def stage(generation: Generation) -> Stage:

@@ -130,6 +130,12 @@ class AlignConfig(StrictModel):
         "selector by its number; or judge:NAME, a judge of `prefed judge` instead of the selectors, e.g. "
         "judge:reward:FOLDER",
     )
+    pairs: Literal["best", "all"] = Field(
+        "best",
+        description="labelled pairs to train on: best, for each prompt the one with the largest margin, "
+        "usually its best completion against its worst, without prompts whose margin is in the lowest "
+        "quarter of all pairs; or all",
+    )
     judge: JudgeConfig | None = Field(None, description="settings of the judge in labels")
     taste: str | None = Field(
         None,

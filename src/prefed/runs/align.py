@@ -210,7 +210,8 @@ def stored_settings(record: RunRecord, *, anew: bool = False) -> dict[str, Any] 
     """
     path = _settings_file(record, anew)
     if path.name == SETTINGS:
-        stored: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        # An older prefed kept all labelled pairs, and had no such setting.
+        stored: dict[str, Any] = {"pairs": "all", **json.loads(path.read_text("utf-8"))}
         return stored
     table = record.config.get("align")
     return None if table is None else dict(table)

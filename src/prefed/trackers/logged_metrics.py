@@ -23,7 +23,18 @@ EPOCH = ("loss", "agreement", "margin")
 STAGES = {
     "prompts": ("read", "kept", "duplicates"),
     "completions": ("completions", "cut", "tokens", "too_long"),
-    "labels": ("pairs", "labelled", "unanimous", "ties", "identical", "blank", "cut", "too_long", "failed"),
+    "labels": (
+        "pairs",
+        "labelled",
+        "unanimous",
+        "ties",
+        "identical",
+        "blank",
+        "cut",
+        "near_ties",
+        "too_long",
+        "failed",
+    ),
     "train": ("pairs", "held_out", "too_long", "kept"),
 }
 """Stage of an alignment → its counts that are logged."""

@@ -192,7 +192,7 @@ def shift_warning(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> s
         evaluation: metrics of a round.
         before: metrics of the previous round, of which the warning is not repeated; may be empty.
 
-    >>> shift_warning({"chosen_shift": -4.2, "chosen_shift_error": 0.5}, {})[:70]
+    >>> shift_warning({"chosen_shift": -4.2, "chosen_shift_error": 0.5}, {})[:71]
     'training makes even the chosen responses less likely: their log-probabi'
     >>> shift_warning({"chosen_shift": -4.2, "chosen_shift_error": 2.5}, {})
     ''
