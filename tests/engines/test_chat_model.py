@@ -61,6 +61,13 @@ def feddpo(place, tmp_path_factory):
     return finish(place, tmp_path_factory.mktemp("runs") / "feddpo", "feddpo")
 
 
+def test_a_run_of_a_chat_model_ends_with_the_health_of_its_text(feddpo):
+    """On the one test prompt of each client, after the last of two rounds."""
+    text = feddpo.record.summary["text"]
+    assert {model: health["answers"] for model, health in text.items()} == {"base": 2, "shared": 2}
+    assert ["text" in record["evaluation"] for record in feddpo.record.rounds] == [False, True]
+
+
 def test_the_model_reads_what_the_template_writes(feddpo, place, smollm2_tokenizer):
     """A prompt's tokens are those of ``apply_chat_template``, and a response's those that it adds, of which
     the mark that closes a turn is the last and only there; the line break after it is nobody's."""

@@ -197,6 +197,7 @@ def test_a_federations_hub_has_the_shared_models_answers_alone(tmp_path, monkeyp
         (1, "shared"),
         (2, "shared"),
     ]
+    assert set(read_run(tmp_path / "run").summary["text"]) == {"base", "shared"}
     refused = Experiment.model_validate({**named, "report": {**table, "clients": ["left"]}})
     text = r"\[report\] clients needs personal models, which stay at the sites: remove it"
     with pytest.raises(ConfigError, match=text):

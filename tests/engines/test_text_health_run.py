@@ -145,14 +145,14 @@ def test_a_round_whose_text_breaks_is_warned_of_once_and_never_the_best(tmp_path
 
 
 class Falls(InProcess):
-    """Chosen responses change by 1, then −0.5 and then −1 nats, each client's with an error of 0.5."""
+    """Chosen responses change by 1, then −2 and then −4.5 nats, each client's with an error of 2."""
 
     def run(self, tasks):
         for task in tasks:
             for result in super().run([task]):
                 if task.kind == "evaluate":
-                    shift = (1.0, -0.5, -1.0, -1.0)[task.round - 1]
-                    forged = {"chosen_shift": shift, "chosen_shift_error": 0.5}
+                    shift = (1.0, -2.0, -4.5, -4.5)[task.round - 1]
+                    forged = {"chosen_shift": shift, "chosen_shift_error": 2.0}
                     message = json.dumps({**json.loads(result.message), **forged}).encode()
                     result = replace(result, message=message)
                 yield result
@@ -160,11 +160,11 @@ class Falls(InProcess):
 
 @pytest.mark.parametrize(("clients", "warned"), [(1, ["round 3"]), (6, ["round 2"])])
 def test_chosen_responses_that_become_less_likely_beyond_noise_are_warned_of_once(tmp_path, clients, warned):
-    """The error of a mean over 6 clients is 0.5 / √6 = 0.204. −0.5 is within 1.96 · 0.5 of 0, but not within
-    1.96 · 0.204; −1 is beyond both."""
+    """The error of a mean over 6 clients is 2 / √6 = 0.816. −2 is within 1.96 · 2 of 0, but not within
+    1.96 · 0.816; −4.5 is beyond both."""
     listener = toy.Warned()
     toy.run(tmp_path / "run", backend=Falls, callback=listener, rounds=4, evaluation_cohort=clients)
     assert [text.split(":")[0] for text in listener.texts] == warned
     assert "even the chosen responses less likely" in listener.texts[0]
     errors = [record["evaluation"]["chosen_shift_error"] for record in RunReader(tmp_path / "run").rounds()]
-    assert errors == pytest.approx([0.5 / clients**0.5] * 4)
+    assert errors == pytest.approx([2.0 / clients**0.5] * 4)

@@ -155,6 +155,8 @@ SHARED_FROM = 0.9
 """Preference accuracy from which one taste for all is no collapse: there is one taste, and it is learned."""
 ACTIVE_AT_LEAST = 2
 """Warn if fewer units are active halfway through a run: z probably carries no information yet."""
+FALL = 1.0
+"""Nats by which chosen responses must become less likely for a warning; less does not break text."""
 FIRST_ROUNDS = 5
 """Do not warn before this round, even in short runs."""
 
@@ -207,9 +209,9 @@ def shift_warning(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> s
 
 
 def falls(evaluation: Mapping[str, Any]) -> bool:
-    """Whether the 95% interval of the chosen shift is below 0; ``False`` if it was not measured."""
+    """Whether the chosen shift is below −1 nat, and its 95% interval below 0; ``False`` if not measured."""
     shift, error = evaluation.get("chosen_shift"), evaluation.get(SHIFT_ERROR)
-    return shift is not None and error is not None and shift + Z * error < 0
+    return shift is not None and error is not None and shift < -FALL and shift + Z * error < 0
 
 
 def flat_loss_warning(losses: Sequence[float | None]) -> str:
