@@ -55,7 +55,9 @@ def rows(run: RunRecord) -> Iterator[tuple[str, ...]]:
             if not read:
                 continue
             low, high = wilson_interval(fmean(judged), len(judged))
-            shift = dict(zip(*run.curve("chosen_shift"), strict=True)).get(number)
+            # Evaluations are of the models that clients end with.
+            measured = model == "own" or (number, "own", clients[0]) not in by
+            shift = dict(zip(*run.curve("chosen_shift"), strict=True)).get(number) if measured else None
             rate = f"{fmean(judged):.1%} [{low:.1%}, {high:.1%}]"
             yield (
                 run.path.name,

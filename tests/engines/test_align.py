@@ -518,7 +518,7 @@ def test_no_end_is_put_after_a_completion_that_was_cut(alignment, monkeypatch):
 
 
 def test_the_clearest_pair_of_each_prompt_is_kept(alignment):
-    """One of at most three labels per prompt, with the largest margin; none is in the lowest quarter of all."""
+    """Of at most three labels per prompt, the one with the largest margin; none is in the lowest quarter."""
     (alignment.folder / "stages").mkdir(parents=True)
     run_stages(alignment, STAGES[:4])
     everything = rows(alignment.folder, "labels.jsonl")
