@@ -7,7 +7,7 @@ import time
 from tests.cli.test_cli import place as place
 from tests.cli.test_cli import prefed_, wait_for_rounds
 
-import prefed.runs.run
+import prefed.runs.preflight
 import toy
 from forked import Command
 from waiting import WATCHDOG, until
@@ -31,14 +31,14 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(place, monkeypatch):
         time.sleep(WATCHDOG)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prefed.runs.run, "build_job", waits)
+        patch.setattr(prefed.runs.preflight, "build_job", waits)
         process = Command(place / "errors.txt", *COMMAND)
         until(reached.exists, reached)
         assert process.send(signal.SIGKILL)[0] == -signal.SIGKILL
     assert (place / "a/checkpoint").is_dir()
     assert not (place / "a/checkpoint/COMMIT.json").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(prefed.runs.run, "build_job", slow)
+        patch.setattr(prefed.runs.preflight, "build_job", slow)
         process = Command(place / "errors.txt", *COMMAND)
         wait_for_rounds(place / "a/rounds.jsonl", 1)
         assert process.send(signal.SIGKILL)[0] == -signal.SIGKILL
@@ -57,7 +57,7 @@ def slow(experiment, folder):
 
 
 def test_stopped_it_names_the_same_command(place, monkeypatch):
-    monkeypatch.setattr(prefed.runs.run, "build_job", slow)
+    monkeypatch.setattr(prefed.runs.preflight, "build_job", slow)
     process = Command(place / "errors.txt", *COMMAND)
     wait_for_rounds(place / "a/rounds.jsonl", 1)
     code, errors = process.send(signal.SIGTERM)

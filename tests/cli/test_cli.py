@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import prefed.config
+import prefed.runs.preflight
 import prefed.runs.run
 import toy
 from forked import Command
@@ -37,7 +38,7 @@ name = "feddpo"
 def place(tmp_path, monkeypatch):
     """A working folder with an experiment file, and the toy behind it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prefed.runs.run, "build_job", toy.of_experiment)
+    monkeypatch.setattr(prefed.runs.preflight, "build_job", toy.of_experiment)
     monkeypatch.setattr(prefed.runs.run, "describe_data", lambda dataset: {})
     monkeypatch.setattr(prefed.runs.run, "announce", lambda *arguments: None)
     monkeypatch.setattr(prefed.runs.run, "RoundAnswers", lambda *arguments: None)
@@ -180,7 +181,7 @@ def test_changed_data_are_not_resumed(place, monkeypatch):
         job.trainers.fingerprint = {"data": "other", "model": "toy"}
         return job
 
-    monkeypatch.setattr(prefed.runs.run, "build_job", other)
+    monkeypatch.setattr(prefed.runs.preflight, "build_job", other)
     output = prefed_("run", "exp.toml", "--out", "a", "--resume", code=1)
     assert "its data changed since it started" in output
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from tests.cli.test_cli import place as place
 from typer.testing import CliRunner
 
+import prefed.runs.preflight
 import prefed.runs.run
 import toy
 from prefed.core import Callback
@@ -143,7 +144,7 @@ def test_the_log_has_warnings_and_an_errors_kind(place, monkeypatch):
         def on_run_end(self):
             raise OSError(secret)
 
-    monkeypatch.setattr(prefed.runs.run, "build_job", faulty)
+    monkeypatch.setattr(prefed.runs.preflight, "build_job", faulty)
     experiment = prefed.config.Experiment.load("exp.toml", ["cohort.size=6"])
     with pytest.raises(OSError, match=secret):
         prefed.runs.run.run(experiment, "a", callbacks=[Ends()])

@@ -2,14 +2,17 @@
 
 import json
 import re
+import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import tomli_w
+import torch
 from typer.testing import CliRunner
 
 import prefed.runs.dry_run
+import prefed.runs.run
 import toy
 from finished import small_experiment, small_place
 from prefed import Experiment, run
@@ -43,6 +46,11 @@ CASES = {
         },
     },
     "decdpo": {"method": {"name": "decdpo", "lr": 0.01, "local_steps": 3, "batch_size": 4}},
+    "gradients": {
+        "method": {"name": "fedala", "lr": 0.01, "local_steps": 3, "batch_size": 4},
+        "evaluate": {"diagnose": 2},
+    },
+    "a gradient of gradients": {"method": {"name": "perfedavg", "variant": "hf", "local_steps": 2}},
     "a late fleet": {"rounds": 3, "fleet": {"max_delay": 1}, "cohort": {"size": 1}},
 }  # fmt: skip
 
@@ -139,14 +147,48 @@ def test_a_visit_is_as_long_as_its_phases(monkeypatch, method, settings, expecte
     assert expected in (None, seconds)
 
 
-def test_what_a_run_refuses_it_refuses(place, tmp_path):
-    for changes, error, message in (
-        ({"cohort": {"size": 9}}, ValueError, r"\[cohort\] size = 9, but only 2 clients"),
-        ({"model": {"name": str(place / "none")}}, ValueError, "none"),
-        ({"merge": {"rule": "krum", "liars": 1}}, ValueError, r"\[merge\] rule = 'krum' cannot merge"),
-    ):
-        with pytest.raises(error, match=message):
-            dry_run(experiment(place, **changes), tmp_path / "run")
+REFUSED = {
+    "cohort": ({"cohort": {"size": 9}}, r"\[cohort\] size = 9, but only 2 clients"),
+    "model": ({"model": {"name": "none"}}, "none"),
+    "rule": ({"merge": {"rule": "krum", "liars": 1}}, r"\[merge\] rule = 'krum' cannot merge"),
+    "stack": ({"engine": {"stack": 2}, "fast": False}, "stack = 2 .*: training uses the plain path"),
+    "devices": ({"engine": {"devices": ["cuda:7"]}}, "cuda:7"),
+    "device": ({"device": "cuda"}, r"\[model\] device = 'cuda' is not available"),
+    "workers": ({"device": "cuda", "engine": {"workers": 1}}, r"\[model\] device = 'cuda' is not available"),
+    "report": ({"report": {"prompts": ["Case 1:"], "clients": ["nobody"]}}, "nobody"),
+    "noise": (
+        {
+            "privacy": {"kind": "local", "clip": 1.0, "noise_multiplier": 1.0, "delta": 0.1},
+            "merge": {"weights": "uniform"},
+        },
+        "needs the package dp-accounting",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_run_refuses_it_refuses_in_the_same_words(place, tmp_path, monkeypatch, changes, message):
+    """Also what a run finds out late: when its first round begins, or in a worker. No failed start leaves
+    a directory."""
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    own = {key: value for key, value in changes.items() if key in ("fast", "device")}
+    model = {**small_experiment(place)["model"], **own}
+    asked = experiment(place, **{"model": model, **{k: v for k, v in changes.items() if k not in own}})
+    words = []
+    for start in (dry_run, run):
+        with pytest.raises((ValueError, OSError, RuntimeError), match=message) as caught:
+            start(asked, tmp_path / "run")
+        words.append(str(caught.value))
+    assert words[0] == words[1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_start_that_fails_after_its_commit_leaves_nothing(place, tmp_path, monkeypatch):
+    """The backend starts after round 0 is committed."""
+    monkeypatch.setattr(prefed.runs.run, "_backend", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(experiment(place), tmp_path / "run")
     assert not list(tmp_path.iterdir())
 
 
@@ -185,6 +227,29 @@ def test_the_command_tells_and_writes_nothing(place, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["run", "exp.toml", "--dry-run", "--quiet"])
     assert len(result.stdout.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["exp.toml"]
+
+
+def test_a_run_that_is_there(place, tmp_path, monkeypatch):
+    """By default a dry run warns in the run's words, since it writes nothing. They name the settings that
+    differ, apart from those without effect on results; ``--out`` names a directory for the run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    (tmp_path / "exp.toml").write_text(tomli_w.dumps(small_experiment(place)))
+    prefed = CliRunner().invoke
+    assert prefed(app, ["run", "exp.toml", "--quiet"]).exit_code == 0
+    path = "runs/exp-feddpo-seed3"
+    there = f"{path} already contains a run: resume it (--resume, or resume=True), or choose another --out; "
+    there += "that run has "
+    same, lr = there + "the same settings\n", ["--set", "method.lr=0.5", "--set", "engine.workers=2"]
+    other = there + "other settings (run → given):\n  method.lr: 0.01 → 0.5\n"
+    for words, text in (([], same), (lr, other)):
+        refused = prefed(app, ["run", "exp.toml", *words])
+        assert (refused.exit_code, refused.stderr) == (1, f"error: {text}")
+        named = prefed(app, ["run", "exp.toml", *words, "--dry-run", "--out", path])
+        assert (named.exit_code, named.stderr) == (1, f"error: {text}")
+    tried = prefed(app, ["run", "exp.toml", "--dry-run", "--quiet"])
+    assert tried.exit_code == 0
+    assert tried.stderr.startswith(f"warning: {same}")
 
 
 def test_the_data_as_json(place, tmp_path, monkeypatch):

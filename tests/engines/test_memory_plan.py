@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification, MixtralConfig
 from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
@@ -29,12 +29,28 @@ class LongPairs(Pairs):
         self.lengths = np.array([parts] * 3, np.int32)
 
 
-def planned(fast, dropout, checkpointing, **more):
+PDPO = frozenset({"lora", "bottleneck", "head", "reward"})
+
+
+def planned(fast, dropout, checkpointing, needs=frozenset({"lora"}), **more):
     config = {"name": "llama", "dtype": "float32", "fast": fast, "checkpointing": checkpointing, **more}
     config |= {"lora": {"rank": 3, "alpha": 6.0, "dropout": dropout}}
-    return PlannedModel(
-        causal("llama").config, ModelConfig.model_validate(config), frozenset({"lora"}), LongPairs()
-    )
+    return PlannedModel(causal("llama").config, ModelConfig.model_validate(config), needs, LongPairs())
+
+
+def kept_bytes(model, run):
+    """What autograd saves of a real forward pass, without the model's own tensors."""
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert run().requires_grad
+    for each in (*model.causal.parameters(), *model.causal.buffers(), model.flat):
+        saved.pop(each.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -51,25 +67,50 @@ def test_kept_bytes_are_those_of_a_real_step(fast, checkpointing, monkeypatch):
     model = backbone("llama", fast=fast, checkpointing=checkpointing)
     model.train_only(model.layout.names)
     pairs = PairModel(model, LongPairs(), max_tokens=1 << 30, fast=fast)
-    given = [*model.causal.parameters(), *model.causal.buffers(), model.flat]
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = pairs.run(rows)
-    for each in given:
-        saved.pop(each.untyped_storage()._cdata, None)
-    kept = sum(storage.nbytes() for storage in saved.values())
+    kept = kept_bytes(model, lambda: pairs.run(rows))
     width, count = 32, 3 * (25 + 31)
     if fast:
         kept += 4 * (count - 3) * (width + 1) + 4 * count * width
     elif checkpointing:
         kept += 6 * 71**2
-    assert outputs.requires_grad
     assert plan.step(rows).kept == pytest.approx(kept, rel=0.03)
+
+
+def test_personal_heads_keep_what_a_real_step_keeps(monkeypatch):
+    """FedPDPO's parts on the packed path, by the same oracle: the reward head reads every row, and the output
+    embedding the 3 x (25 + 31) - 3 distinct rows that predict tokens. The plan takes all to be distinct."""
+    monkeypatch.setattr(packed, "_kernel", lambda query: packed._one_by_one)
+    rows, sizes = (
+        np.arange(3),
+        {"bottleneck": {"width": 8, "dropout": 0}, "reward": {"width": 8, "dropout": 0}},
+    )
+    step = planned(True, 0.0, False, PDPO, **sizes).step(rows)
+    model = backbone("llama", PDPO)
+    model.train_only(model.layout.names)
+    kept = kept_bytes(
+        model, lambda: PairModel(model, LongPairs(), max_tokens=1 << 30, fast=True).run(rows, rewards=True)
+    )
+    assert step.client == 2 * model.flat.nbytes
+    assert step.kept == pytest.approx(kept, rel=0.1)
+
+
+def test_experts_in_any_dtype():
+    """The product of grouped matrices, which PyTorch refuses in float32 without data: weights have the bytes
+    of the real model, and what a step keeps is mostly numbers of the model's dtype."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_local_experts=4,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    real = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    wide, narrow = (
+        PlannedModel(config, ModelConfig(name="mixtral", dtype=dtype), frozenset({"lora"}), LongPairs()).step(
+            np.arange(3)
+        )
+        for dtype in ("float32", "bfloat16")
+    )
+    frequencies = 2 * 4 * 4
+    assert (wide.weights, narrow.weights) == (4 * real + frequencies, 2 * real + frequencies)
+    assert 1.5 * narrow.kept < wide.kept <= 2 * narrow.kept
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

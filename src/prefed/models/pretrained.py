@@ -460,6 +460,20 @@ def check_quantized(quantize: str) -> None:
         )
 
 
+def check_device(config: ModelConfig) -> torch.device:
+    """Return the device of a model, after checking that this machine has what the settings name.
+
+    Raises:
+        ModelError: it does not.
+    """
+    device = find_device(config.device)
+    check_dtype(config, device)
+    check_kernels(config, device)
+    if config.quantize is not None:
+        check_quantized(config.quantize)
+    return device
+
+
 def _four_bits(quantize: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return the options of ``from_pretrained`` for 4-bit weights."""
     check_quantized(quantize)

@@ -297,6 +297,16 @@ def _fits(backbone: Backbone, length: int, how: Sampling) -> bool:
         return False
 
 
+def check_report(experiment: Experiment, job: Job) -> None:
+    """Check that the prompts of ``[report]`` can be answered.
+
+    Raises:
+        ConfigError: there is no such client, or a prompt fills the model's window.
+    """
+    if experiment.report is not None:
+        _of_report(experiment, job, Sampling(max_tokens=_limit(experiment, job), temperature=0), own=False)
+
+
 def _of_report(experiment: Experiment, job: Job, how: Sampling, *, own: bool) -> list[_Asked]:
     """The prompts of ``[report]``, in the form of the run's data."""
     assert experiment.report is not None

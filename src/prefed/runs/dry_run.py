@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -28,14 +27,14 @@ from prefed.core import (
 )
 from prefed.core.text import size
 from prefed.core.wire import encode
-from prefed.engines import InProcess, Job, RoundError, Task, TaskResult, TrainerFactory, check_backend
+from prefed.engines import InProcess, Job, RoundError, Task, TaskResult, TrainerFactory
 from prefed.engines.backend import peak_memory_mb
 from prefed.engines.diagnostics import DIAGNOSE
 from prefed.engines.tasks import MemoryStates
 from prefed.engines.validation import read_upload
 from prefed.merge.mixing import matrix_graph
-from prefed.runs.build import build_job
 from prefed.runs.data_notices import left_out_table, notices
+from prefed.runs.preflight import check_start, checked_job, existing_parent
 from prefed.runs.start_or_resume import fitted, with_threads
 from prefed.runs.summary import mean_models, trainable
 from prefed.train.pair_trainer import PairTrainerFactory
@@ -116,7 +115,7 @@ class _TrialTrainer:
         about = (phase.train, phase.objective.name, phase.batch_size, phase.accumulate)
         return self._meter.call(("train", *about, wanted, phase.moments is None), measure)
 
-    def _again(self, name: str, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    def _again(self, what: str, call: Callable[..., Any], /, *given: Any, **options: Any) -> Any:
         """Time the second of two calls; the first fills the caches of each pair."""
 
         def measure() -> tuple[float, Any]:
@@ -126,7 +125,7 @@ class _TrialTrainer:
         _, objective, *rest = given
         # The name of a batch's random draws does not affect the time.
         sizes = [value for key, value in sorted(options.items()) if key != "name"]
-        return self._meter.call((name, objective.name, *rest, *sizes), measure)
+        return self._meter.call((what, objective.name, *rest, *sizes), measure)
 
 
 class _TrialTrainers:
@@ -245,38 +244,12 @@ def dry_run(experiment: Experiment, out: Path) -> DryRun:
         DataError, ModelError, ConfigError, AlignError, TrackerError, WorkerError, ValueError: as
             :func:`prefed.run`.
     """
-    check_backend(experiment.engine.name)
-    if experiment.align is not None:
-        from prefed.runs.align import check_alignment
-
-        check_alignment(experiment.align, experiment.data)
-    if experiment.track is not None:
-        from prefed.trackers.tools import trackers
-
-        trackers(experiment.track.to)
-    experiment = with_threads(fitted(experiment), None)
+    check_start(experiment)
     place = existing_parent(out)
+    experiment = with_threads(fitted(experiment), None)
     with TemporaryDirectory(prefix="prefed-dry-run-") as name:
         cache = Path(name) / "cache"
-        job = build_job(experiment, cache)
-        if experiment.align is not None:
-            from prefed.runs.align import check_named_tastes
-
-            check_named_tastes(experiment, job)
-        return _tried(experiment, job, cache, place)
-
-
-def existing_parent(out: Path) -> Path:
-    """Return the nearest existing folder in which the run directory would be created.
-
-    Raises:
-        WriteError: it cannot be written.
-    """
-    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        why = "not a folder" if not place.is_dir() else "not writable"
-        raise files.WriteError(f"cannot write to {out}: {place} is {why}; choose another --out")
-    return place
+        return _tried(experiment, checked_job(experiment, cache), cache, place)
 
 
 @dataclass

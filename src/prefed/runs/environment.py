@@ -24,19 +24,11 @@ from prefed.core.strict_settings import flatten
 from prefed.core.text import is_ours, one_line, pluralize, size
 from prefed.data.errors import require as require_for_data
 from prefed.data.sources.huggingface import looks_like_hub_name
-from prefed.engines import check_backend, check_devices
 from prefed.methods.base.settings import BaselineSettings
-from prefed.models.pretrained import (
-    NEEDED,
-    absent_files,
-    check_dtype,
-    check_kernels,
-    check_quantized,
-    find_device,
-)
+from prefed.models.pretrained import NEEDED, absent_files, check_device
 from prefed.privacy.accountant import require
 from prefed.runs.align import check_alignment, what_is_sent
-from prefed.runs.dry_run import existing_parent
+from prefed.runs.preflight import check_engine, existing_parent
 from prefed.runs.start_or_resume import is_place
 from prefed.runs.summary import cores
 from prefed.trackers.tools import trackers
@@ -100,20 +92,11 @@ def needs(experiment: Experiment, out: Path, *, own_data: bool = True) -> Iterat
     engine, model, privacy = experiment.engine, experiment.model, experiment.privacy
 
     def backend() -> str:
-        check_backend(engine.name)
-        check_devices(engine.devices or ())
+        check_engine(engine)
         return f"{engine.name}, {pluralize(engine.workers, 'worker', 'workers')}"
 
-    def device() -> str:
-        found = find_device(model.device)
-        check_dtype(model, found)
-        check_kernels(model, found)
-        if model.quantize is not None:
-            check_quantized(model.quantize)
-        return f"trains on {found.type}"
-
     yield checked("[engine]", backend)
-    yield checked("[model] device", device)
+    yield checked("[model] device", lambda: f"trains on {check_device(model).type}")
     settings = experiment.method.settings
     models = {"model.name": (model.name, model.revision)}
     if isinstance(settings, BaselineSettings) and settings.ppo:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key
+from prefed.core.text import one_line
 from prefed.data import TokenSet
 from prefed.methods import TrainingSettings
 from prefed.methods.base.settings import BaselineSettings
@@ -77,6 +78,33 @@ _KERNELS.impl("scaled_dot_product_attention", _efficient_attention, "AutogradMet
 _KERNELS.impl("dropout", _dropout, "AutogradMeta")  # type: ignore[no-untyped-call]
 
 
+def _unique(values: torch.Tensor, *options: Any, **more: Any) -> tuple[torch.Tensor, ...]:
+    """The largest result of ``unique``: all values differ."""
+    count = values.numel()
+    return values.new_empty(count), values.new_empty(values.shape, dtype=torch.long), values.new_empty(count)
+
+
+def _counts(values: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """Counts of the values below ``minlength``."""
+    return values.new_empty(minlength, dtype=torch.long)
+
+
+def _grouped_product(
+    a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor | None = None, *options: Any, **more: Any
+) -> torch.Tensor:
+    """The product of grouped matrices, in any dtype."""
+    groups = () if a.dim() + b.dim() == 5 else (a.shape[0] if ends is None else ends.shape[0],)
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+
+
+_WITHOUT_DATA = {
+    _aten._unique2.default: _unique,
+    _aten.bincount.default: _counts,
+    _aten._grouped_mm.default: _grouped_product,
+}
+"""Operations whose result depends on data, or that PyTorch refuses without data in some dtypes."""
+
+
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the sizes of tensors that exist at the same time: given ones, and results of operations.
 
@@ -100,7 +128,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 0
         if func is _aten._to_copy.default and args[0].is_meta:
             kwargs["device"] = META  # no data that could be copied to the CPU
-        result = func(*args, **kwargs)
+        call = _WITHOUT_DATA.get(func, func) if args and getattr(args[0], "is_meta", False) else func
+        result = call(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 self._add(tensor.untyped_storage())
@@ -323,7 +352,7 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
 
     Raises:
         ConfigError: the device is not valid.
-        DataError, ModelError: the data or the model cannot be used.
+        DataError, ModelError: the data or the model cannot be used, or a step of it needs data.
     """
     usable = int(USABLE * parse_device(device))
     model = with_dtype(experiment.model, "cuda").model_copy(update={"kernels": None})
@@ -368,7 +397,13 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
                 pass_pairs = min(size, whole + 1, max(1, math.ceil(most_tokens / tokens)))
                 path = "packed" if planned.packed else "plain"
             rejected = settings.goal().name != "sft"
-            step, double = (planned.step(rows(n * pass_pairs), rejected=rejected) for n in (1, 2))
+            try:
+                step, double = (planned.step(rows(n * pass_pairs), rejected=rejected) for n in (1, 2))
+            except (RuntimeError, ValueError) as error:
+                raise ModelError(
+                    f"--device {device}: a step of {model.name} cannot be estimated without data "
+                    f"({type(error).__name__}: {one_line(error)[:200]}); use a dry run on the GPU itself"
+                ) from error
             each = (double.total - step.total) / pass_pairs
             most = max(0, math.floor(pass_pairs + (usable - step.total) / each))
             bytes_ = {**asdict(step), "total": step.total}

@@ -28,14 +28,14 @@ from prefed.engines import (
     NeighbourRounds,
     ServerRounds,
     backend_name,
-    check_backend,
     check_devices,
 )
 from prefed.models import ModelError
 from prefed.runs.answers import RoundAnswers
-from prefed.runs.build import build_job, job_factory, of_parent
+from prefed.runs.build import job_factory, of_parent
 from prefed.runs.data_notices import announce
 from prefed.runs.memory import Rows, from_memory
+from prefed.runs.preflight import check_start, checked_job, existing_parent, lockstep
 from prefed.runs.start_or_resume import (
     build_in_cache,
     commit_start,
@@ -177,18 +177,16 @@ def run(
         from prefed.trackers.terminal import Terminal
 
         callbacks = [Terminal(), *callbacks]
-    check_backend(experiment.engine.name)
-    check_devices(experiment.engine.devices or ())
-    if experiment.align is not None:
-        from prefed.runs.align import align, check_alignment
-
-        check_alignment(experiment.align, experiment.data)
+    check_start(experiment)
+    existing_parent(path)
     with (
         open_run(experiment, path, callbacks, resume=resume, page=page) as (writer, callback),
         from_memory(experiment, data, writer) as experiment,
     ):
         server = _finish(experiment, writer, callback)
     if experiment.align is not None:
+        from prefed.runs.align import align
+
         align(path, experiment.align, callbacks=callbacks)
     return _result(path, server)
 
@@ -256,13 +254,7 @@ def _begin(experiment: Experiment, writer: RunWriter) -> Job:
     if own.model.device != "cpu" and (numbers := check_devices(experiment.engine.devices or ())):
         # This process uses the first device.
         torch.cuda.set_device(numbers[0])
-    job = build_in_cache(writer, lambda cache: build_job(own, cache))
-    if experiment.align is not None:
-        from prefed.runs.align import check_named_tastes
-
-        check_named_tastes(experiment, job)
-    # Refuses prompts of [report] that cannot be answered before the run starts.
-    RoundAnswers(experiment, job, writer)
+    job = build_in_cache(writer, lambda cache: checked_job(own, cache))
     commit_start(experiment, job, writer, digests_of(experiment, job))
     return job
 
@@ -281,11 +273,6 @@ def _tastes(
 def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
     engine = experiment.engine
     factory, ray = job_factory(experiment, writer.path / "cache"), engine.ray or RayConfig()
-    lockstep = None
-    if engine.stack > 1:
-        from prefed.train.lockstep import Lockstep
-
-        lockstep = Lockstep(cast("PairTrainerFactory", job.trainers).pair_trainer, engine.stack)
     settings = BackendSettings(
         engine.workers,
         engine.threads or 1,
@@ -293,7 +280,7 @@ def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
         ray.address,
         ray.num_gpus if engine.name == "ray" else experiment.model.gpus,
         tuple(engine.devices or ()),
-        lockstep,
+        lockstep(experiment, job),
     )
     make = BACKENDS[backend_name(engine.name, engine.workers)]
     return make(job, factory, writer.states, settings)

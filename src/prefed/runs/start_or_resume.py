@@ -21,7 +21,7 @@ import tomli_w
 import torch
 
 from prefed.config import ConfigError, Experiment, to_toml
-from prefed.config.file import code_names, code_of, remember_code
+from prefed.config.file import code_names, code_of, parse_toml, remember_code
 from prefed.core import Callback, Callbacks, files
 from prefed.core.strict_settings import differing, flatten
 from prefed.core.text import pluralize
@@ -33,7 +33,7 @@ from prefed.runs.build import code_digests
 from prefed.runs.reference import NOT_CACHED
 from prefed.runs.summary import command
 from prefed.store import RunWriter, StoreError
-from prefed.store.directory import LOG
+from prefed.store.directory import LOG, refuse_foreign
 from prefed.trackers.log import RunLog
 
 _PLACES = ("data.*.path", "model.name", "method.reward_model", "fleet.trace", "graph.file")
@@ -253,6 +253,28 @@ def _updated(stored: Mapping[str, Any], experiment: Mapping[str, Any], prefix: s
     return updated
 
 
+def refuse_existing(experiment: Experiment, path: Path, resume: bool) -> None:
+    """Check that a directory is suitable for a run, as :func:`~prefed.store.directory.refuse_foreign`.
+
+    Raises:
+        StoreError: it is not. If it contains a run, the message lists the settings in which that differs.
+    """
+    try:
+        refuse_foreign(path, resume)
+    except StoreError as error:
+        try:
+            config = parse_toml((path / "config.toml").read_text("utf-8"), "its config.toml")
+        except (OSError, ValueError):
+            raise error from None
+        lines = [
+            f"\n  {name}: {before!r} → {after!r}"
+            for name, (before, after) in differing(config, fitted(experiment).tables()).items()
+            if not _changes_nothing(name) and (name, after) != ("engine.threads", None)
+        ]
+        which = "that run has other settings (run → given):" if lines else "that run has the same settings"
+        raise StoreError(f"{error}; {which}{''.join(lines)}") from None
+
+
 T = TypeVar("T")
 
 
@@ -284,6 +306,7 @@ def open_run(
         StoreError: as :class:`~prefed.store.RunWriter`.
     """
     first = Callbacks(callbacks)
+    refuse_existing(experiment, path, resume)
     tracking: Callable[[Callback], AbstractContextManager[Callback]] = nullcontext
     if experiment.track is not None:
         from prefed.runs.track import tracked
@@ -305,10 +328,9 @@ def _discarding(writer: RunWriter) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, files.WriteError) and writer.commit is not None:
+        if not writer.discard() and isinstance(error, files.WriteError) and writer.commit is not None:
             kept = pluralize(writer.round, "complete round is", "complete rounds are")
             error.add_note(f"({kept} kept; continue with --resume)")
-        writer.discard()
         raise
 
 

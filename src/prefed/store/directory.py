@@ -20,18 +20,19 @@ LOG = "run.log"
 PAGE = "report.html"
 """The page of a run, which ``prefed report --watch`` writes even before the first commit."""
 
-_START = {
+_START = (
     LOG,
     "config.toml",
     "cache",
     "data",
+    "answers.jsonl",
     "federation.json",
-    "checkpoint/LOCK",
     "checkpoint/begun.json",
     "checkpoint/COMMIT.json",
     "checkpoint/COMMIT@000000.json",
     "checkpoint/server@000000.safetensors",
-}
+    "checkpoint/LOCK",
+)
 """The files of a run that has no round yet."""
 
 
@@ -66,7 +67,7 @@ def refuse_foreign(run: Path, resume: bool) -> None:
     started = bool(names & {"checkpoint/LOCK", "checkpoint/COMMIT.json"})
     # A process that is killed at its start leaves an empty checkpoint/. Without a lock file, config.toml may
     # be the only copy of a user's file.
-    if (started and names <= _START) or (not names and ((run / "checkpoint").is_dir() or not resume)):
+    if (started and names <= {*_START}) or (not names and ((run / "checkpoint").is_dir() or not resume)):
         return
     if started and resume:
         return
@@ -114,16 +115,11 @@ def make(run: Path) -> bool:
 
 def take_back(run: Path) -> None:
     """Remove a directory that :func:`make` created and in which no run has started."""
-    for name in ("cache", "data"):
-        shutil.rmtree(run / name, ignore_errors=True)
-    for name in (
-        "config.toml",
-        LOG,
-        "checkpoint/server@000000.safetensors",
-        "checkpoint/begun.json",
-        "checkpoint/LOCK",
-    ):
-        files.remove(run / name)
+    for name in _START:
+        if (run / name).is_dir():
+            shutil.rmtree(run / name, ignore_errors=True)
+        else:
+            files.remove(run / name)
     # Only empty folders are removed, because other files may be the user's.
     with contextlib.suppress(OSError):
         for folder in (run / "checkpoint" / "clients", run / "checkpoint", run):

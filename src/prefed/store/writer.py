@@ -62,7 +62,7 @@ class RunWriter:
         self.begun = BegunRounds(self._folder / "begun.json")
         self._log = files.Hasher()
         self._settings: str | None = None
-        self._committing = False
+        self._committing = self._began = False
         self.last: RoundRecord | None = None
         self.kept: dict[int, Commit] = {}
         directory.refuse_foreign(self.path, resume)
@@ -160,10 +160,17 @@ class RunWriter:
             files.remove(path_of(self._folder, "server", 0))
             self.commit, self.kept = None, {}
 
-    def discard(self) -> None:
-        """Undo a start that failed: remove the directory if this writer created it."""
-        if self.commit is None and self._new:
-            directory.take_back(self.path)
+    def discard(self) -> bool:
+        """Undo a start that failed before round 1 began: remove the directory if this writer created it.
+
+        Returns:
+            Whether it did.
+        """
+        if not self._new or self._began or self.round:
+            return False
+        self.forget()
+        directory.take_back(self.path)
+        return True
 
     def server(self, number: int | None = None) -> bytes:
         """The server's state after the last committed round, or after an earlier one that was kept."""
@@ -179,6 +186,7 @@ class RunWriter:
             StoreError: a commit failed.
         """
         self._check()
+        self._began = True
         self.states.rollback()
         self.nodes.rollback()
 

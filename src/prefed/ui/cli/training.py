@@ -85,9 +85,11 @@ def run(
 
         # Report errors in the file before the slow import of PyTorch.
         experiment = load_cell(file, cell, overrides)
-        from prefed.core.text import pluralize
+        from prefed.core.text import pluralize, printable_lines
         from prefed.runs.run import default_out
-        from prefed.store.directory import holds_run, refuse_foreign
+        from prefed.runs.start_or_resume import refuse_existing
+        from prefed.store import StoreError
+        from prefed.store.directory import holds_run
 
         console = progress_console(as_json)
         path = out or default_out(experiment, run_name(file, cell))
@@ -96,7 +98,13 @@ def run(
         if not dry_run:
             paths.append(path)
         resume = holds_run(path) if auto_resume else resume
-        refuse_foreign(path, resume)
+        try:
+            refuse_existing(experiment, path, resume)
+        except StoreError as error:
+            # A dry run writes nothing, so only a directory that was asked for is a reason to refuse.
+            if not dry_run or out is not None:
+                raise
+            report("warning", printable_lines(f"warning: {error}"), "warning")
         rounds = pluralize(experiment.rounds, "round", "rounds")
         console.print(f"{experiment.method.name}, {rounds} → {path}", markup=False)
         if device:
