@@ -1,13 +1,20 @@
 """The commands for what comes after a run, on small real runs."""
 
+import functools
 import gzip
 import json
 import re
 import shutil
+import sys
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from commands import prefed_
@@ -15,11 +22,13 @@ from finished import logprobs, small_experiment, small_place
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.runs.evaluate import evaluate
-from prefed.runs.finished_run import RunError
+from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.loaded_run import load_run
 from prefed.runs.responses import Models
 from prefed.train.generation import Sampling
 from prefed.ui.cli import app
+from prefed.ui.pages.page import public_page
+from prefed.ui.pages.terminal import print_result
 
 ACCURACIES = ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy")
 
@@ -312,7 +321,7 @@ def test_generate_takes_the_likeliest_tokens_of_both_models(place, opened):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    words = ("--prompt", "Case 3:", "--temperature", 0, "--max-tokens", 12, "--json")
+    words = ("--prompt", "Case 3:", "--temperature", 0, "--max-new-tokens", 12, "--json")
     (responses,) = json.loads(prefed_("generate", place / "feddpo", *words))
     plain = AutoModelForCausalLM.from_pretrained(place / "model").eval()
     tuned = AutoModelForCausalLM.from_pretrained(place / "model")
@@ -371,7 +380,7 @@ def test_prompts_without_data_are_used_unchanged_with_a_warning(dialogue, tmp_pa
 
 def test_generate_draws_by_the_seed_alone(place):
     def drawn(*words):
-        options = ("--max-tokens", 8, "--temperature", 2, "--samples", 2, "--json")
+        options = ("--max-new-tokens", 8, "--temperature", 2, "--samples", 2, "--json")
         return json.loads(prefed_("generate", place / "local", "--client", "left", *options, *words))
 
     first = drawn("--prompt", "Case 1:")
@@ -382,7 +391,7 @@ def test_generate_draws_by_the_seed_alone(place):
 
 def test_generate_prints_side_by_side_and_reads_standard_input(place):
     result = CliRunner().invoke(
-        app, ["generate", str(place / "feddpo"), "--prompt", "-", "--max-tokens", "4"], input="Case [7]:"
+        app, ["generate", str(place / "feddpo"), "--prompt", "-", "--max-new-tokens", "4"], input="Case [7]:"
     )
     assert result.exit_code == 0
     assert "Case [7]:" in result.stdout
@@ -507,3 +516,66 @@ def test_report_writes_a_page_into_the_run(place):
     assert re.search(card, page)
     assert "category_distance" in summary(place / "local")["data"]
     assert "UTC" in page
+
+
+def keys_and_texts(content, path=()):
+    """The path of each key and of each text in JSON, the first of a list's."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield (*path, key)
+            yield from keys_and_texts(value, (*path, key))
+    elif isinstance(content, list) and content:
+        yield from keys_and_texts(content[0], (*path, 0))
+    elif isinstance(content, str):
+        yield path
+
+
+def newer(content, path):
+    """JSON in which a text is another one, or a table has another key with the same value."""
+    content = json.loads(json.dumps(content))
+    inner = functools.reduce(lambda value, key: value[key], path[:-1], content)
+    value = inner[path[-1]]
+    if isinstance(value, str):
+        inner[path[-1]] = "newer"
+    else:
+        inner["newer"] = value
+    return content
+
+
+@pytest.mark.parametrize("method", ["feddpo", "fedpdpo"])
+def test_values_of_a_newer_version_are_shown_or_refused(place, tmp_path, method):
+    """A run whose summary or round has a text or a key that this version does not know, such as a reason why
+    rows were left out: its page and its table say it, or a message refuses the file."""
+    run = shutil.copytree(place / method, tmp_path / "run")
+    content = summary(run)
+    content["data"]["dropped"] = {"older": 3}
+    console = Console(file=StringIO())
+    for path in keys_and_texts(content):
+        if path[-1] in ("left", "right") or "per_client" in path:
+            continue  # clients
+        changed = newer(content, path)
+        (run / "summary.json").write_text(json.dumps(changed))
+        with suppress(RunError):
+            text = public_page(run)
+            print_result(read_run(run).summary, console)
+    assert "left out: 3 older" in text
+
+
+def test_a_client_that_a_run_lacks_is_refused_before_anything_is_loaded(place, monkeypatch):
+    for module in ("evaluate", "loaded_run", "export"):
+        monkeypatch.setitem(sys.modules, f"prefed.runs.{module}", None)
+    run = place / "feddpo"
+    for words in (("evaluate", run), ("export", run), ("generate", run, "--prompt", "Go")):
+        error = prefed_(*words, "--client", "bob", code=1)
+        assert "no client is called 'bob'; the clients are 'left', 'right'" in error, words
+
+
+def test_a_run_of_a_file_by_its_path_and_one_whose_uploads_are_all_dropped(place, tmp_path):
+    """At a rate of 1e30 every upload is NaN: the last warning says so, and what to do."""
+    tree = small_experiment(place)
+    tree["method"]["lr"] = 1e30
+    (tmp_path / "exp.toml").write_text(tomli_w.dumps(tree))
+    result = run_experiment("exp.toml", "out")
+    assert result.summary["dropped"] == 4
+    last = [line for line in Path("out/run.log").read_text().splitlines() if "warning: " in line][-1]
+    assert re.search("no upload was merged in any round, .* NaN .*; lower .method. lr$", last)

@@ -278,6 +278,7 @@ def test_the_methods_are_listed(place):
         assert kind.name in output
         assert kind.source in output
     assert re.search(r"local .*personal models", output)
+    assert re.search(r"decdpo .*personal models", output)  # each client's own mixture
 
 
 def test_a_file_that_is_wrong_is_named_without_a_traceback(place):

@@ -335,7 +335,7 @@ def test_the_aligned_model_is_pushed_with_its_own_card(finished, hub, place, tmp
 
 def test_generate_shows_the_aligned_model(finished, place):
     """Selectors write nothing: the responses are those of plain transformers with and without the adapter."""
-    words = ("--prompt", "Case 30:", "--temperature", "0", "--max-tokens", "6", "--json")
+    words = ("--prompt", "Case 30:", "--temperature", "0", "--max-new-tokens", "6", "--json")
     result = CliRunner().invoke(app, ["generate", str(finished), *words])
     assert result.exit_code == 0, result.output
     (shown,) = json.loads(result.stdout)

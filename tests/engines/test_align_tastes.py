@@ -291,7 +291,7 @@ def command(*words):
 def test_a_policy_is_asked_for_a_taste(tasting, opened, place, tmp_path):
     """`--taste` gives what plain transformers + peft give with the exported adapter, and each name the taste
     that it stands for: a client's as the server was told, or as pairs tell."""
-    words = ("--prompt", "Why 3?", "--temperature", "0", "--max-tokens", "6", "--json")
+    words = ("--prompt", "Why 3?", "--temperature", "0", "--max-new-tokens", "6", "--json")
 
     def asked(*taste):
         code, output = command("generate", tasting, *words, *taste)

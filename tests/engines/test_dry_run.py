@@ -156,6 +156,8 @@ REFUSED = {
     "device": ({"device": "cuda"}, r"\[model\] device = 'cuda' is not available"),
     "workers": ({"device": "cuda", "engine": {"workers": 1}}, r"\[model\] device = 'cuda' is not available"),
     "report": ({"report": {"prompts": ["Case 1:"], "clients": ["nobody"]}}, "nobody"),
+    "decdpo": ({"method": "decdpo", "merge": {"lora": "fedex"}}, "'fedex' needs a server, .* use 'fedit'"),
+    "plateau": ({"method": {"name": "decdpo", "schedule": "plateau"}}, "use 'constant' or 'cosine'$"),
     "noise": (
         {
             "privacy": {"kind": "local", "clip": 1.0, "noise_multiplier": 1.0, "delta": 0.1},

@@ -196,8 +196,11 @@ def test_methods_with_nothing_to_tell_of_blocks_tell_nothing(place):
 def test_a_run_ends_with_what_is_personal_in_it(place):
     """On the terminal and on the page: gates and weights by block, the reward head's figures."""
     for name, pattern in (
-        ("products", r"gates: mean 0\.\d\d in block 0, 0\.\d\d in block 1"),
-        ("fedala", r"weights of the shared model: mean \d\.\d\d in block 0"),
+        (
+            "products",
+            r"gates, mean over clients: 0\.\d\d in block 0, 0\.\d\d in block 1 \(weight of a ",
+        ),
+        ("fedala", r"weights of the shared model, mean over clients: \d\.\d\d in block 0"),
         ("fedpdpo", r"explicit accuracy [\d.]+%, agreement with the policy [\d.]+%; mean margin"),
     ):
         console = Console(width=160, record=True, file=StringIO())

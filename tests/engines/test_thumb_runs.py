@@ -116,17 +116,19 @@ def test_what_is_refused(place, settings, message, tmp_path):
         run(Experiment.model_validate(experiment(place, **settings)), tmp_path / "run")
 
 
-@pytest.mark.parametrize("method", ["fedpdpo", "fedsft"])
-def test_methods_with_an_objective_of_their_own_refuse_thumbs(place, method, tmp_path):
+@pytest.mark.parametrize("method", ["fedpdpo", "fedsft", "icl"])
+def test_methods_without_the_setting_are_named(place, method, tmp_path):
     tree = experiment(place, method)
     del tree["method"]["objective"]
-    with pytest.raises(ConfigError, match="trains on pairs, but the training data are thumbs"):
+    with pytest.raises(ConfigError, match=rf"\[method\] {method} trains on pairs, but the training"):
         run(Experiment.model_validate(tree), tmp_path / "run")
 
 
 def test_stopping_by_the_loss_is_refused(place):
     tree = experiment(place) | {"stop": {"metric": "loss"}}
-    with pytest.raises(ValueError, match="use another metric, such as preference_accuracy"):
+    with pytest.raises(
+        ValueError, match="it is the DPO loss of pairs, but clients train on thumbs; use another"
+    ):
         Experiment.model_validate(tree)
 
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_done_says_so(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"bottleneck cannot be merged .*; export without --merge"):
         save_merged(model, tensors, tmp_path / "merged")
     with pytest.raises(
-        ModelError, match=r"the run changed \d+ base weights \(FedEx-LoRA\), which an adapter cannot contain"
+        ModelError, match=r"\[merge\] lora changed \d+ base weights, which an adapter cannot contain"
     ):
         save_adapter(model, tensors, tmp_path / "adapter")
     with pytest.raises(ModelError, match="does not contain an exported client"):

@@ -302,7 +302,10 @@ REFUSED = [
         for name in ("centralized", "local", "fedbiscuit")
     ),
     *(
-        ({"privacy": CENTRAL, "method": {"name": name}}, "but only the mean of all uploads")
+        (
+            {"privacy": CENTRAL, "method": {"name": name}},
+            rf": {name}: its server .*, but only the mean of all uploads .* \(or use kind 'local'\)",
+        )
         for name in ("fedamp", "fedvpl", "fedvpa")
     ),
     *(

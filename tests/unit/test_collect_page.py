@@ -4,13 +4,16 @@ import base64
 import hashlib
 import logging
 import re
+import socket
 from contextlib import closing
+from functools import partial
 from http.client import HTTPConnection
 
 import pytest
 
 from collecting import RECORDS, Browser, serving, session
 from prefed.data import Message, Record
+from prefed.ui.collect.pairs import DrawnPairs
 from waiting import WATCHDOG
 
 pytest.importorskip("starlette")
@@ -104,6 +107,15 @@ def test_the_page_may_load_nothing_and_run_only_its_own_script(place):
     assert browser.headers["Cache-Control"] == "no-store"
 
 
+def test_a_page_for_typed_prompts_counts_from_the_first(tmp_path):
+    """Without a file there is no prompt to count yet."""
+    none = partial(DrawnPairs, [], identity="model")
+    with session(tmp_path, questions=none) as opened, serving(opened, add=lambda text: None) as links:
+        text = Browser(links[0]).text
+    assert "no prompt yet" in text
+    assert "0 of 0" not in text
+
+
 def test_texts_are_shown_and_never_obeyed(tmp_path):
     evil = "</div><script>alert(1)</script><img src=x onerror=alert(2)>"
     record = Record((Message("user", evil), Message("assistant", "&amp;")), evil + "a", evil + "b")
@@ -183,6 +195,22 @@ def test_a_body_whose_length_is_not_told_is_not_read(place):
         headers = {"Cookie": f"{cookie.name}={cookie.value}", "Content-Length": "5"}
         connection.request("POST", "/undo", iter([b"x"]), headers | {"Transfer-Encoding": "chunked"})
         assert connection.getresponse().status == 413
+
+
+def test_requests_that_are_cut_leave_no_traceback(tmp_path, caplog):
+    """Half a request line, half the headers, a form without its body and one with half of it: the connection
+    ends, the page goes on, and nothing is saved."""
+    with session(tmp_path) as opened, serving(opened) as links:
+        browser = Browser(links[0])
+        host, (cookie,) = browser.root.removeprefix("http://"), browser.cookies
+        head = f"POST /choose HTTP/1.1\r\nHost: {host}\r\nCookie: {cookie.name}={cookie.value}\r\n"
+        head += "Content-Length: 40\r\n\r\n"
+        for request in (head[:9], head[:-30], head, f"{head}number={browser.number}&answ"):
+            with socket.create_connection(host.split(":"), timeout=WATCHDOG) as connection:
+                connection.sendall(request.encode())
+        assert "Case 0:" in browser.get()
+        assert not opened.judged()
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_an_undo_that_is_sent_twice_takes_back_one_choice(tmp_path):

@@ -157,7 +157,20 @@ def test_a_closed_port(naps):
         (answer(""), "no verdict in the answer"),
         (answer(None), "malformed answer: no text"),
         ((200, {"Content-Type": "application/json"}, b"{}"), "malformed answer"),
-        ((200, {"Content-Type": "application/json"}, b'{"choices": []}'), "malformed answer"),
+        *(
+            ((200, {"Content-Type": "application/json"}, f'{{"choices": {choices}}}'.encode()), "malformed")
+            for choices in (
+                "[]",
+                "{}",
+                "null",
+                "3",
+                '"abc"',
+                "[null]",
+                '[{"message": []}]',
+                '[{"message": {}}]',
+            )
+        ),
+        (failure(400, "no", param=["max_tokens"]), "refused: .*no"),
         ((200, {"Content-Type": "application/json"}, b'{"choi'), "malformed answer"),
         ((200, {"Content-Type": "text/html"}, b"<html>Welcome"), "malformed answer"),
         (failure(400, "the text is too long"), "refused: .*the text is too long"),

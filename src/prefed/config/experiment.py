@@ -237,7 +237,7 @@ class Experiment(StrictModel):
             return self
         problems = [*_problems_of_any_kind(self)]
         if kind == "central":
-            problems += [f"{problem}, or use kind 'local'" for problem in needs_single_uploads(self)]
+            problems += [f"{each} (or use kind 'local')" for each in needs_single_uploads(self)]
         if problems:
             raise ValueError(f"[privacy] kind = {kind!r}: {problems[0]}")
         return self
@@ -397,7 +397,7 @@ def needs_single_uploads(experiment: Experiment) -> Iterator[str]:
     if experiment.fleet is not None:
         yield "[fleet] lets a client upload late, or twice in a round: remove it"
     if name in _SINGLE:
-        yield f"{_SINGLE[name]}, but only the mean of all uploads is available"
+        yield f"{name}: {_SINGLE[name]}, but only the mean of all uploads is available"
     if merge.rule != "mean":
         yield f"[merge] rule = {merge.rule!r} needs individual uploads: use rule 'mean'"
     if merge.ranks:

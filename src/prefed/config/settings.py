@@ -189,16 +189,16 @@ class StopConfig(StrictModel):
                 "[stop] needs evaluations, but with [evaluate] every = 0 only the last round is evaluated: "
                 "set every to 1 or more"
             )
-        without: dict[str, str | bool] = {
-            "combined_accuracy": "reward" not in kind.needs(settings) and "no reward head",
-            "majority_accuracy": getattr(settings, "selectors", 1) < 2 and "no selectors that vote",
+        without = {
+            "combined_accuracy": "reward" not in kind.needs(settings)
+            and f"{kind.name} has no reward head with these settings",
+            "majority_accuracy": getattr(settings, "selectors", 1) < 2
+            and f"{kind.name} has no selectors that vote with these settings",
+            "loss": settings.unpaired and "it is the DPO loss of pairs, but clients train on thumbs",
         }
-        if settings.unpaired:
-            without["loss"] = "a loss on thumbs, but perhaps validation data of pairs,"
         if reason := without.get(self.metric):
             raise ValueError(
-                f"[stop] metric = {self.metric!r}: {kind.name} has {reason} with these settings: use another "
-                "metric, such as preference_accuracy"
+                f"[stop] metric = {self.metric!r}: {reason}; use another metric, such as preference_accuracy"
             )
 
 

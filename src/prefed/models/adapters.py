@@ -128,7 +128,7 @@ def save_adapter(
     residuals = [n for n in tensors if tensors.layout[n].part == "residual" and bool(tensors[n].any())]
     if residuals:
         raise ModelError(
-            f"the run changed {len(residuals)} base weights (FedEx-LoRA), which an adapter cannot contain; "
+            f"[merge] lora changed {len(residuals)} base weights, which an adapter cannot contain; "
             "export a merged model"
         )
     if WEIGHTS in backbone.needs:

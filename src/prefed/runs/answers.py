@@ -25,8 +25,7 @@ from prefed.data.record import plain_prompt
 from prefed.engines import ClientStates, Job
 from prefed.models import Backbone
 from prefed.runs.build import answered_prompts
-from prefed.runs.finished_run import ANSWERS, Answer, prompt_text, read_answers
-from prefed.runs.loaded_run import no_client
+from prefed.runs.finished_run import ANSWERS, Answer, no_client, prompt_text, read_answers
 from prefed.runs.summary import mean_models
 from prefed.store import RunWriter
 from prefed.train.generation import (

@@ -145,7 +145,9 @@ def build_trainers(
     trained = next((data.train for data in dataset.clients.values()), None)
     if dataset.has_pairs and trained is not None:
         try:
-            check_feedback(settings.goal().name, thumbs(dataset.tokens.lengths[trained]))
+            named = "objective" in type(settings).model_fields
+            what = f"objective {settings.goal().name!r}" if named else experiment.method.name
+            check_feedback(what, settings.unpaired, thumbs(dataset.tokens.lengths[trained]))
         except ValueError as error:
             raise ConfigError(f"[method] {error}") from error
     with timed("model", experiment.model.name):

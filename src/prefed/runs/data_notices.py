@@ -56,10 +56,15 @@ def left_out_text(table: Mapping[str, Any]) -> str:
     """
     parts = []
     if table["dropped"]:
-        causes = ", ".join(f"{count:,} {LEFT_OUT[name][0]}" for name, count in table["dropped"].items())
+        causes = ", ".join(f"{count:,} {_cause(name)}" for name, count in table["dropped"].items())
         parts.append(f"{table['pairs']:,} of {table['rows']:,} rows are used; left out: {causes}")
     parts += [pluralize(table[name], *words) for name, words in CUT.items() if table.get(name)]
     return "; ".join(parts)
+
+
+def _cause(name: str) -> str:
+    """Why rows are left out; a run of a newer version may have other causes."""
+    return LEFT_OUT[name][0] if name in LEFT_OUT else name.replace("_", " ")
 
 
 def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from prefed.core.records import RoundRecord, Summary
-from prefed.core.text import did_you_mean
+from prefed.core.text import did_you_mean, listed
 from prefed.runs.metrics import (
     USUAL,
     Agreement,
@@ -282,6 +282,18 @@ _ROUND = ("loss", "bytes_up", "bytes_down", "seconds")
 """Numbers in the record of every round."""
 
 
+def no_client(client: str, names: Sequence[str]) -> str:
+    """Format the error for an unknown client, with the nearest names or the first few.
+
+    >>> no_client("ward7", ("ward-7", "ward-8", "clinic"))
+    "no client is called 'ward7'; did you mean 'ward-7' or 'ward-8'?"
+    >>> no_client("x", ("ward-7", "ward-8"))
+    "no client is called 'x'; the clients are 'ward-7', 'ward-8'"
+    """
+    hint = did_you_mean(client, names, most=3) or f"; the clients are {listed(names)}"
+    return f"no client is called {client!r}{hint}"
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """A finished run.
@@ -308,6 +320,17 @@ class RunRecord:
     def name(self) -> str:
         """The name of the directory."""
         return self.path.resolve().name
+
+    def check_clients(self, clients: Iterable[str | None]) -> None:
+        """Check that the run has these clients, before its model is loaded; ``None`` is any.
+
+        Raises:
+            RunError: it does not.
+        """
+        names = sorted(self.summary["clients"])
+        for client in clients:
+            if client is not None and client not in names:
+                raise RunError(f"{self.path}: {no_client(client, names)}")
 
     @property
     def method(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from prefed.config import ConfigError, Experiment
 from prefed.config.file import allow_code
 from prefed.core import Download, Method, State, Tensors, files, plugins
-from prefed.core.text import did_you_mean, listed
+from prefed.core.text import listed
 from prefed.data import (
     ClientSizes,
     DataError,
@@ -44,7 +44,7 @@ from prefed.runs.build import (
     response_encoder,
     selector_settings,
 )
-from prefed.runs.finished_run import RunError, RunRecord, read_run
+from prefed.runs.finished_run import RunError, RunRecord, no_client, read_run
 from prefed.runs.reference import reference_folder
 from prefed.runs.start_or_resume import CODE, absent_code, changed_code, settings_digest
 from prefed.runs.summary import published_models
@@ -313,18 +313,6 @@ def _check_fingerprint(record: RunRecord, trainers: PairTrainerFactory) -> None:
     for name, digest in trainers.fingerprint.items():
         if record.fingerprint.get(name, digest) != digest and (trainers.dataset.has_pairs or name != "data"):
             raise RunError(f"{record.path}: {source[name]} changed since the run; restore the original")
-
-
-def no_client(client: str, names: Sequence[str]) -> str:
-    """Format the error for an unknown client, with the nearest names or the first few.
-
-    >>> no_client("ward7", ("ward-7", "ward-8", "clinic"))
-    "no client is called 'ward7'; did you mean 'ward-7' or 'ward-8'?"
-    >>> no_client("x", ("ward-7", "ward-8"))
-    "no client is called 'x'; the clients are 'ward-7', 'ward-8'"
-    """
-    hint = did_you_mean(client, names, most=3) or f"; the clients are {listed(names)}"
-    return f"no client is called {client!r}{hint}"
 
 
 EVERYBODY = "everybody"

@@ -119,7 +119,7 @@ def default_out(experiment: Experiment, name: str = "") -> Path:
 
 
 def run(
-    experiment: Experiment,
+    experiment: Experiment | str | Path,
     out: str | Path | None = None,
     *,
     data: Rows | Mapping[Any, Any] | None = None,
@@ -134,7 +134,8 @@ def run(
     interruption.
 
     Args:
-        experiment: relative paths in it start at the working directory.
+        experiment: an experiment, whose relative paths start at the working directory; or the path of an
+            experiment file.
         out: the run directory, new or empty; defaults to :func:`default_out`. It is removed if the experiment
             fails before its first round.
         data: pairs from memory, instead of the sources in ``experiment.data``; its other settings apply. A
@@ -167,6 +168,8 @@ def run(
             ``engine.visit_timeout``; or, with engine ``ray``, the package is missing, the cluster is too
             small or has no machine left, or a visit has lost several actors.
     """
+    if isinstance(experiment, str | Path):
+        experiment = Experiment.load(experiment)
     if data is None and experiment.data.sources()[0][2].path == IN_MEMORY:
         raise ConfigError(
             "the experiment has no data: pass data= to run, or set data={'train': ...} in the experiment"
@@ -236,7 +239,8 @@ def conclude(
     Args:
         more: entries that are added to the summary, or replace entries.
     """
-    if warning := flat_loss_warning([record["loss"] for record in RunReader(writer.path).rounds()]):
+    rounds = RunReader(writer.path).rounds()
+    if warning := flat_loss_warning([record["loss"] for record in rounds]) or dropped_warning(rounds):
         callback.on_warning(warning)
     _save_adapters(job, server, writer.path, callback)
     config = writer.config() or {}
@@ -246,6 +250,23 @@ def conclude(
         "origin": describe_origin(code_of(config), config.get("method", {}).get("name", "")),
     }
     writer.write_summary(cast(Summary, summary), profiles, tastes)
+
+
+def dropped_warning(rounds: Sequence[RoundRecord]) -> str:
+    """Return a warning if no upload of a run was merged; else ``""``.
+
+    >>> dropped = [{"client": "ann", "exchange": "train", "reason": "has NaN or infinite values in 'model'"}]
+    >>> dropped_warning([{"cohort": ["ann"], "dropped": dropped}]).partition(";")[0]
+    "no upload was merged in any round, so nothing was learned: has NaN or infinite values in 'model'"
+    >>> dropped_warning([{"cohort": ["ann", "bob"], "dropped": dropped}])
+    ''
+    """
+    asked = [(set(each["cohort"]), {drop["client"] for drop in each["dropped"]}) for each in rounds]
+    if not any(cohort for cohort, _ in asked) or any(cohort - dropped for cohort, dropped in asked):
+        return ""
+    reason = next(drop["reason"] for each in rounds for drop in each["dropped"])
+    advice = "; lower [method] lr" if "NaN" in reason else ""
+    return f"no upload was merged in any round, so nothing was learned: {reason}{advice}"
 
 
 def _begin(experiment: Experiment, writer: RunWriter) -> Job:

@@ -199,7 +199,11 @@ class LossTrainer:
 
     def _find(self, objective: Objective, rows: Rows) -> PairLoss:
         """Return the loss of an objective that can train on ``rows``."""
-        check_feedback(objective.name, thumbs(self._model.tokens.lengths[rows]))
+        check_feedback(
+            f"objective {objective.name!r}",
+            reads_thumbs(objective.name),
+            thumbs(self._model.tokens.lengths[rows]),
+        )
         return find_loss(objective.name)
 
     def _parts(self, batch: Rows, loss: PairLoss, size: int) -> list[Rows]:
@@ -321,22 +325,25 @@ class ThumbTrainer(LossTrainer):
         return ThumbBatch(outputs[:, 0], known[:, 0], ratio, up)
 
 
-def check_feedback(name: str, labels: npt.NDArray[np.int8]) -> None:
-    """Check that an objective can train on rows with these thumbs (:func:`prefed.data.tokens.thumbs`).
+def check_feedback(what: str, unpaired: bool, labels: npt.NDArray[np.int8]) -> None:
+    """Check that what trains can train on rows with these thumbs (:func:`prefed.data.tokens.thumbs`).
+
+    Args:
+        what: the method or objective, for messages.
+        unpaired: whether it trains on thumbs.
 
     Raises:
         ValueError: it trains on pairs, and these are thumbs, or the reverse.
     """
-    unpaired = reads_thumbs(name)
     if unpaired and not labels.all():
         raise ValueError(
-            f"objective {name!r} trains on thumbs, but the training data are pairs; use 'kto_pair', or read "
+            f"{what} trains on thumbs, but the training data are pairs; use 'kto_pair', or read "
             'every pair as two thumbs with [data] format = "thumbs"'
         )
     if not unpaired and labels.any():
         raise ValueError(
-            f"objective {name!r} trains on pairs, but the training data are thumbs, with one response per "
-            "row; use objective 'kto' in a method that has this setting"
+            f"{what} trains on pairs, but the training data are thumbs, with one response per row; use "
+            "objective = 'kto' and a method with this setting, such as feddpo"
         )
 
 

@@ -260,7 +260,7 @@ class Endpoint:
             cause = error.__cause__
             param = cause.param if isinstance(cause, openai.BadRequestError) else None
             # Not whether its other name is known: a request sent at the same time may have found it.
-            if param is None or param not in droppable or param not in fields:
+            if not isinstance(param, str) or param not in droppable or param not in fields:
                 raise
             self._other_names[param] = droppable[param]
         return self._request(create, content, options, droppable)
@@ -269,7 +269,7 @@ class Endpoint:
         try:
             choice = answer.choices[0]
             text, ended = read(choice), choice.finish_reason != "length"
-        except (AttributeError, IndexError, TypeError):
+        except (AttributeError, LookupError, TypeError):
             raise NoAnswerError(self.safe(f"malformed answer, not {what}: {answer}")) from None
         if not isinstance(text, str):
             raise NoAnswerError("malformed answer: no text")

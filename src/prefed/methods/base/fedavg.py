@@ -372,6 +372,11 @@ def to_neighbours(method: Method, settings: TrainingSettings, merge: MergeConfig
     Raises:
         ValueError: the server does more than average models.
     """
+    if merge.lora == "rolora" or merge.lora in PRODUCT_RULES:
+        raise ValueError(
+            f"[merge] lora = {merge.lora!r} needs a server, and neighbours have none: use 'fedit', 'ffa' or "
+            "'fedsa'"
+        )
     (train, *others) = method.exchanges
     if others or method.pooled or train.to != "cohort" or train.late == "refused":
         raise ValueError(
@@ -385,8 +390,8 @@ def to_neighbours(method: Method, settings: TrainingSettings, merge: MergeConfig
         )
     if settings.schedule == "plateau":
         raise ValueError(
-            "schedule 'plateau' needs a server that knows the losses of all clients; use 'constant' or "
-            "'cosine', or remove [graph]"
+            "schedule 'plateau' needs a server that knows the losses of all clients: use 'constant' or "
+            "'cosine'"
         )
     alone = replace(train, to="neighbours", late="refused", max_ratio=merge.max_ratio)
     return replace(method, exchanges=(alone,))

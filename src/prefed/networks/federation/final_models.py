@@ -27,8 +27,7 @@ from prefed.networks.federation.messages import Publish, check_download
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.runs.export import Export, write_tensors
-from prefed.runs.finished_run import RunError
-from prefed.runs.loaded_run import no_client
+from prefed.runs.finished_run import RunError, no_client
 from prefed.store import StoreError
 
 _INDEX = "clients.json"

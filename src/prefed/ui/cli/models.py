@@ -66,6 +66,7 @@ def export(
     if license is not None and not card:
         raise UsageError("--license is for the model card: add --card")
     record = read_run(run)
+    record.check_clients([client])
     name = "shared" if selector is None else f"selector-{selector}"
     if client is not None:
         name = f"client-{client_file(client)}"
@@ -174,6 +175,7 @@ def push(
 
     check_target(repo)
     record = read_run(run)
+    record.check_clients([client])
     from prefed.core import files
     from prefed.runs.export import name_base, publish, write_model
     from prefed.ui.pages.card import CARD, hub_name, model_card
@@ -245,7 +247,7 @@ def generate(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of responses to each prompt.")] = 1,
-    max_tokens: MaxNewTokens = 128,
+    max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -259,18 +261,22 @@ def generate(
     """Show responses of the base model and of a finished run's model next to each other."""
     if not 0 < top_p <= 1:
         raise UsageError(f"--top-p {top_p}: must be above 0 and at most 1")
+    from prefed.runs.finished_run import read_run
+
+    read_run(run).check_clients([client])
     from prefed.core import Key
     from prefed.runs.loaded_run import load_run
     from prefed.runs.responses import Models
     from prefed.runs.tastes import needs_pairs
     from prefed.train.generation import Sampling, complete
 
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling = Sampling(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
     models = Models(
         load_run(run, data=needs_pairs(taste), best=which == "best"), sampling, seed=seed, raw=raw
     )
     aligned, base = models.own(client, taste), models.base()
-    heading, responses = ", ".join(filter(None, ("aligned", taste, client))), []
+    of = ", ".join(filter(None, (taste and f"taste {taste}", client and f"client {client}")))
+    heading, responses = f"aligned ({of})" if of else "aligned", []
     for text in (sys.stdin.read() if text == "-" else text for text in prompt):
         ids = aligned.ids(text)
         for number in range(samples):

@@ -50,11 +50,14 @@ def evaluate(
         raise UsageError("give --split or --test FILE, not both")
     if everyone and test is None:
         raise UsageError("--everyone requires --test FILE")
+    from prefed.runs.finished_run import read_run
+
+    record = read_run(run)
+    record.check_clients(client or ())
     import torch
 
     from prefed.runs.evaluate import evaluate as evaluate_run
     from prefed.runs.evaluate import evaluate_file
-    from prefed.runs.finished_run import read_run
     from prefed.runs.loaded_run import load_run
     from prefed.runs.tastes import at_taste
     from prefed.store import plain
@@ -62,7 +65,7 @@ def evaluate(
     from prefed.ui.pages.terminal import print_evaluation
 
     # The hub of a federation does not have the run's pairs.
-    own_pairs = test is None or (taste is not None and not read_run(run).sites)
+    own_pairs = test is None or (taste is not None and not record.sites)
     with only_json(as_json), _progress() as report:
         loaded_run = load_run(run, data=own_pairs, best=which == "best")
         if taste is not None:

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
@@ -99,7 +99,10 @@ class Page:
             chunked = "transfer-encoding" in request.headers
             if chunked or int(request.headers.get("content-length") or _LONGEST) >= _LONGEST:
                 return PlainTextResponse("too long", 413, _HEADERS)
-            body = (await request.body()).decode(errors="replace")
+            try:
+                body = (await request.body()).decode(errors="replace")
+            except ClientDisconnect:
+                return PlainTextResponse("incomplete", 400, _HEADERS)
             fields = {name: values[-1] for name, values in parse_qs(body, keep_blank_values=True).items()}
             try:
                 done = action(fields)

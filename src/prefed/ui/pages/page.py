@@ -120,7 +120,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         name=run.name,
         method=run.method,
         kind=origin.described_method(run),
-        setup=f"{config['model']['name']}, {length}, {evaluated} evaluated, seed {config['seed']}",
+        setup=f"base model {config['model']['name']}, {length}, {evaluated} evaluated, seed {config['seed']}",
         unfinished=unfinished.text if unfinished else None,
         refresh=unfinished.refresh if unfinished else None,
         sections={name: title for name, title in SECTIONS.items() if name in there},

@@ -107,7 +107,8 @@ def print_result(
     if "privacy" in summary:
         console.print(privacy_line(summary["privacy"]), markup=False, soft_wrap=True)
     for profile in profiles_of(summary).values():
-        console.print(f"{profile.label}: mean {profile.ends}", markup=False)
+        text = f"{profile.label}, mean over clients: {profile.ends} ({profile.meaning})"
+        console.print(text, markup=False, soft_wrap=True)
     traffic, parameters = summary["bytes"], summary["parameters"]
     console.print(
         f"traffic {size(traffic['up'])} up, {size(traffic['down'])} down; "
@@ -230,7 +231,7 @@ def _clients(summary: Summary, more: Mapping[str, Mapping[str, Any]]) -> Table:
     clients, others = lowest_clients(after["per_client"])
     rows: list[Row] = []
     for client in clients:
-        pairs = summary["clients"][client][summary["split"]]
+        pairs = summary["clients"][client].get(summary["split"], 0)
         rows.append(
             (client, [f"{pairs:,}", *(f"{own['per_client'][client]:.3f}" for own in columns.values())])
         )
