@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -265,7 +266,7 @@ def dropped_warning(rounds: Sequence[RoundRecord]) -> str:
     if not any(cohort for cohort, _ in asked) or any(cohort - dropped for cohort, dropped in asked):
         return ""
     reason = next(drop["reason"] for each in rounds for drop in each["dropped"])
-    advice = "; lower [method] lr" if "NaN" in reason else ""
+    advice = "; lower [method] lr" if re.search(r"\b(nan|inf|infinite|finite)\b", reason.lower()) else ""
     return f"no upload was merged in any round, so nothing was learned: {reason}{advice}"
 
 
