@@ -362,15 +362,17 @@ def load_tokenizer(config: ModelConfig) -> Any:
 def reads_clock(config: ModelConfig) -> bool:
     """Return whether the chat template of a model contains today's date.
 
-    Raises:
-        ModelError: the tokenizer cannot be loaded.
+    It is ``False`` where the tokenizer cannot be loaded, which whatever needs it reports.
     """
     folder = Path(config.name)
     if folder.is_dir():
         places = (folder / "tokenizer_config.json", *sorted(folder.rglob("*.jinja")))
         texts = [path.read_text("utf-8", errors="replace") for path in places if path.is_file()]
     else:
-        texts = [str(load_tokenizer(config).chat_template)]
+        try:
+            texts = [str(load_tokenizer(config).chat_template)]
+        except ModelError:
+            return False
     return any("strftime_now" in text for text in texts)
 
 
