@@ -157,7 +157,7 @@ def experiment(**changes):
     ("changes", "words"),
     [
         ({"stop": {}, "evaluate": {"every": 0}}, r"\[stop\] needs evaluations"),
-        ({"stop": {"metric": "combined_accuracy"}}, "feddpo has no reward head with these settings: use"),
+        ({"stop": {"metric": "combined_accuracy"}}, "feddpo has no reward head with these settings; use"),
         ({"stop": {"metric": "majority_accuracy"}, "method": "fedbis"}, "no selectors that vote"),
         ({"stop": {"patience": 0}}, "stop.patience = 0: should be greater than or equal to 1"),
         ({"stop": {"metric": "margin"}}, "stop.metric = 'margin': should be 'preference_accuracy'"),
