@@ -26,7 +26,7 @@ BAND = (0.1, 0.9)
 UNLIKELY = 2.0
 """Nats a token by which the surprise of healthy text exceeds the band of the base model's answers at most."""
 
-TEXT_REMEDY = 'try method.objective = "rpo", a lower method.lr or fewer rounds'
+TEXT_REMEDY = 'try method.objective = "rpo" or a larger method.alpha, a lower method.lr or fewer rounds'
 """Advice for broken text."""
 
 
