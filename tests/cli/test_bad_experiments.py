@@ -164,6 +164,7 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "exp.toml: data: missing"),
     "comments alone": (b"# nothing\n", "exp.toml: data: missing"),
     "no TOML": (b"rounds = \n", "exp.toml is not TOML: "),
+    "a text without quotes": (b"[method]\nname = feddpo\n", "(at line 2, column 8); texts need quotes"),
     "JSON": (b'{"rounds": 3}', "exp.toml is not TOML: "),
     "a key given twice": (FILE.encode() + b'name = "local"\n', "exp.toml is not TOML: Cannot overwrite a value"),
     "a table given twice": (FILE.encode() + b"[model]\n", "exp.toml is not TOML: Cannot declare"),

@@ -70,6 +70,10 @@ def test_a_resolved_experiment_reads_back_as_itself(method):
         ("modell.name=x", "modell: no such key; did you mean 'model'?"),
         ("model.lora.rnk=4", "model.lora.rnk: no such key; did you mean 'rank'?"),
         ("method.learning_rate=1", "method.learning_rate: no such key; did you mean 'lr'?"),
+        ("method.loss_type=ipo", "method.loss_type: no such key; did you mean 'objective'?"),
+        ("method.rpo_alpha=1", "no such key; did you mean 'method.objective_settings.alpha'?"),
+        ("objective=rpo", "objective: no such key; did you mean 'method.objective'?"),
+        ("method={name='fedsft',objective='rpo'}", "method.objective: no such key; known keys of fedsft: "),
         ("method.nam=x", "method.nam: no such key; did you mean 'name'?"),
         ("method.epochs=2", "method.epochs: no such key; did you mean 'local_epochs'?"),
         ("method.batch=2", "method.batch: no such key; did you mean 'batch_size'?"),
@@ -393,3 +397,5 @@ def test_what_a_job_refuses_is_said_in_keys_of_the_file(field):
     assert re.match(r"\[\w+\].* = 9; .+", str(error))
     if field in ("split", "privacy"):
         assert "data.validation_fraction" in str(error)
+    others = str(config_error(JobError(field, "= 9", "validation"), unplaced=3))
+    assert ("3 held-out rows belong to no client" in others) == (field == "split")

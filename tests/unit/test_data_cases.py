@@ -167,7 +167,9 @@ def test_other_tables_of_pandas_are_refused(tmp_path, orient):
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
-@pytest.mark.parametrize("words", ["TRUE FALSE", "WAHR FALSCH", "VRAI FAUX", "DOĞRU YANLIŞ"])
+@pytest.mark.parametrize(
+    "words", ["TRUE FALSE", "WAHR FALSCH", "VRAI FAUX", "DOĞRU YANLIŞ", "👍 👎", "Thumbs_up thumbs_down"]
+)
 def test_spreadsheets_of_other_languages(tmp_path, mark, words):
     """Each separator, also with the line in which Excel names it, and each pair of words for a thumb."""
     content = excel(mark, "utf-8", words)

@@ -222,6 +222,10 @@ ADVISED = {
     ),
     "another name": ({"Question": "Q", **AB}, "Question", turns("u:Q")),
     "accepted": ({"input": "Q", "accepted": "a", "rejected": "b"}, "accepted", turns("u:Q")),
+    "capitals": ({"Prompt": "Q", "Chosen": "a", "Rejected": "b", "Client": "ann"}, "Chosen", "Q"),
+    "blanks": ({" Question": "Q", "chosen ": "a", "rejected ": "b"}, "chosen ", turns("u:Q")),
+    "a blank": ({"prompt ": "Q", **AB}, "prompt ", turns("u:Q")),
+    "a thumb with capitals": ({"Prompt": "Q", "Completion": "a", "Label": "👍"}, "Label", "Q"),
     "suffix": ({"prompt": "Q", "text_chosen": "a", "text_rejected": "b"}, "text_chosen", "Q"),
 }
 
@@ -239,7 +243,15 @@ def test_what_an_error_advises_is_right_to_follow(read, row, named, prompt):
         found, prompt = re.search(r"columns = \{.*?\}", str(error.value)), turns("u:Q\nP")
     (record,), _ = read(row, **tomllib.loads(found[0]))
     assert record.prompt == prompt
-    assert (record.chosen, record.client) == ("a", row.get("client"))
+    assert (record.chosen, record.client) == ("a", row.get("client", row.get("Client")))
+
+
+@pytest.mark.parametrize("date", ["2026-11-28", "2026-11-28T10:00:00Z", "28.11.2026 10:00", "11/28/2026"])
+def test_a_date_is_no_part_of_a_prompt(read, date):
+    assert read({"prompt": "Q", "history": date, **AB})[1].unread == {"history": None}
+    for text in ("12/4", "20261128"):
+        with pytest.raises(DataError, match="problem is not read"):
+            read({"prompt": "Divide.", "problem": text, **AB})
 
 
 @pytest.mark.parametrize(

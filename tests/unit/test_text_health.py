@@ -103,11 +103,11 @@ def test_health_is_the_means_over_answers():
     ("own", "found", "line"),
     [
         # Of 20 answers of the base model, 1 loops: the interval ends at 23.6%, between 4 and 5 of 20.
-        ({"loops": 0.20}, [], "20 of 20 answers end, 4 loop; the base model: 20, 1"),
+        ({"loops": 0.20}, [], "20 of 20 answers end, 4 loop; the base model: 20 end, 1 loops"),
         ({"loops": 0.25}, ["answers loop"], "5 of 20 answers loop; the base model: 1"),
         # All 20 end: the interval starts at 83.9%, between 16 and 17 of 20.
         ({"ends": 0.80}, ["answers do not end"], "4 of 20 answers do not end; the base model: 0"),
-        ({"ends": 0.85}, [], "17 of 20 answers end, 1 loops; the base model: 20, 1"),
+        ({"ends": 0.85}, [], "17 of 20 answers end, 1 loops; the base model: 20 end, 1 loops"),
         ({"empty": 1.0}, ["answers are empty or repeat the prompt"], None),
         ({"surprise": 3.1}, ["the text is unlikely under the base model"], None),
         ({"surprise": 2.9, "distinct_2": 0.1, "length": 1.0}, [], None),

@@ -109,6 +109,7 @@ def test_columns_can_be_named(tmp_path):
             'true, 1 or "up" for a thumb up, or false, 0 or "down" for a thumb down, not \'yes\'',
         ),
         (thumb(1, None), "label must be true, 1 or"),
+        (thumb(1, -1), "label must be true, 1 or"),
         (thumb(1, 2), "label must be true, 1 or"),
         (thumb(1, True, completion=" "), "completion is empty"),
         (thumb(1, True, completion=3), "completion must be text or a list of messages, not a number"),

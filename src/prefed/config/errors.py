@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
@@ -25,6 +25,8 @@ _OTHER_NAMES = {
     "method.accumulate": "gradient_accumulation_steps gradient_accumulation",
     "method.clip": "max_grad_norm grad_clip",
     "method.optimizer": "optim optimiser",
+    "method.objective": "loss_type loss",
+    "method.objective_settings.alpha": "rpo_alpha",
     "model.name": "model_name model_name_or_path base_model",
     "model.lora.rank": "r lora_r lora_rank rank",
     "model.lora.alpha": "lora_alpha alpha",
@@ -103,10 +105,11 @@ def _line(detail: ErrorDetails, keys: tuple[str, ...], root: type[BaseModel], tr
     name = ".".join(keys)
     if detail["type"] == "extra_forbidden":
         known = [field for record in records(root, keys[:-1], tree) for field in record.model_fields]
-        meant = _synonym(keys[-1], known, root)
+        meant = _synonym(keys, known, root)
         known += ["name"] if keys[:-1] == ("method",) else []
         meant = meant or did_you_mean(keys[-1], known)
-        listed = f"; known keys: {', '.join(sorted(set(known)))}" if known else ""
+        of = f" of {tree['method'].get('name')}" if keys[:-1] == ("method",) else ""
+        listed = f"; known keys{of}: {', '.join(sorted(set(known)))}" if known else ""
         return f"{name}: no such key{meant or listed}"
     if detail["type"] == "missing":
         return f"{name}: missing; it has no default"
@@ -122,12 +125,15 @@ def _line(detail: ErrorDetails, keys: tuple[str, ...], root: type[BaseModel], tr
     return f"{name} = {value!r}: {message}"
 
 
-def _synonym(key: str, known: Collection[str], root: type[BaseModel]) -> str:
+def _synonym(keys: Sequence[str], known: Collection[str], root: type[BaseModel]) -> str:
     """A hint for a key that belongs to another tool or another table; empty if there is none."""
+    *table, key = keys
     names = (name for name, others in _OTHER_NAMES.items() if key.lower() in others.split())
     # A key in the wrong table, such as lr at the top of the file.
     name = next(names, "") or next((name for name in _OTHER_NAMES if name.endswith(f".{key}")), "")
     last, top = name.rpartition(".")[2], name.partition(".")[0]
+    if table == ["method"] == [top] and name.split(".")[1] not in known:
+        return ""  # the method has no such setting
     if last in known:
         return f"; did you mean {last!r}?"
     return f"; did you mean {name!r}?" if name and top in root.model_fields else ""

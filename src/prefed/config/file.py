@@ -59,7 +59,8 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not TOML: {error}") from None
+        quotes = "; texts need quotes" if "Invalid value" in str(error) else ""
+        raise ConfigError(f"{where} is not TOML: {error}{quotes}") from None
 
 
 def override(

@@ -14,7 +14,7 @@ from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import allow_code, code_names, parse_toml
 from prefed.core import Key, Owner, files, plugins
 from prefed.core.strict_settings import flatten
-from prefed.core.text import did_you_mean, timed
+from prefed.core.text import did_you_mean, pluralize, timed
 from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset, show
 from prefed.data.tokens import thumbs
 from prefed.engines import JobFactory, backend_name
@@ -202,9 +202,16 @@ _KEYS = {
 """Field of a job → its key in an experiment file, and the remedy if its value is rejected."""
 
 
-def config_error(error: JobError) -> ConfigError:
-    """Convert the error of a job to one that names the key in the experiment file."""
+def config_error(error: JobError, unplaced: int = 0) -> ConfigError:
+    """Convert the error of a job to one that names the key in the experiment file.
+
+    Args:
+        unplaced: number of held-out rows without a training client.
+    """
     key, remedy = _KEYS[error.field]
+    if error.field == "split" and unplaced:
+        rows = pluralize(unplaced, "held-out row belongs", "held-out rows belong")
+        remedy = f"{rows} to no client with training pairs: use the same clients' names, or set another split"
     return ConfigError(f"{key} {error.problem}; {remedy.format(split=error.split)}")
 
 
@@ -251,7 +258,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
             thumbs=settings.unpaired,
         )
     except JobError as error:
-        raise config_error(error) from error
+        raise config_error(error, trainers.dataset.row_counts.unplaced) from error
     _check_cohort(experiment, job)
     return job
 

@@ -721,6 +721,14 @@ def _help(row: Row) -> str:
         )
     if {"message_id", "parent_id", "text", "role"} <= row.keys():
         return "these are single messages of trees; use the file of trees, such as …_ready.trees.jsonl.gz"
+    # Names with capitals or blanks, such as those of a sheet.
+    usual = {str(name).strip().lower(): str(name) for name in row}
+    for needed in (("chosen", "rejected"), ("completion", "label")):
+        if usual.keys() >= {*needed}:
+            others = tuple(name for key, name in usual.items() if key in PROMPT_NAMES)
+            found: dict[str, Any] = {name: usual[name] for name in (*needed, "client") if name in usual}
+            found["prompt"] = usual.get("prompt", others or "…")
+            return f"read them with {columns_line(Columns(**found))}"
     texts = [str(n) for n, item in unmarked(row) if str(n).lower() not in PROMPT_NAMES and _may_respond(item)]
     prompt = usual_columns(row).prompt or "…"
     chooser = next((str(name) for name in row if str(name).lower().split("_")[-1] in _CHOICES), None)

@@ -485,7 +485,10 @@ def parse_name(item: Any, name: str) -> str | None:
     raise RowError(f"{name} must be a text or an integer, not {item!r}")
 
 
+# No -1: where it is a thumb down, 0 may be no thumb at all.
 _LABELS = {"1": True, "true": True, "up": True, "0": False, "false": False, "down": False}
+_LABELS |= {"👍": True, "thumbs up": True, "thumbs_up": True}
+_LABELS |= {"👎": False, "thumbs down": False, "thumbs_down": False}
 # How spreadsheets write true and false in other languages.
 _SPREADSHEETS = (
     "WAHR/FALSCH VRAI/FAUX VERDADERO/FALSO VERDADEIRO/FALSO VERO/FALSO WAAR/ONWAAR SAND/FALSK SANN/USANN "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from prefed.data.config import Columns
@@ -70,14 +71,14 @@ def check_unread(
     for path, value in row.unread():
         if any(path == name or path.startswith(f"{name}.") for name in ignored):
             continue
-        name = path.rpartition(".")[2].lower()
+        name = path.rpartition(".")[2].strip().lower()
         drop = f"if the model should not see it, set [data] metadata = {json.dumps([path])}"
         if name in _BEYOND_TEXT and not isinstance(value, int | float):
             raise RowError(
                 f"{path} changes what a model sees, but prefed trains on texts only; "
                 + (remedy or f"leave out such rows, or, {drop}")
             )
-        if name in PROMPT_NAMES and not _contained(value, prompts, responses):
+        if name in PROMPT_NAMES and not _is_date(value) and not _contained(value, prompts, responses):
             more = columns and with_column(columns, path, row)
             use = f"read it with {columns_line(more)}" if more else "add it to the prompt"
             raise RowError(
@@ -118,6 +119,20 @@ def columns_line(columns: Columns) -> str:
     given = columns.model_dump(mode="json", exclude_defaults=True)
     pairs = ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
     return f"columns = {{{pairs}}}"
+
+
+def _is_date(value: Any) -> bool:
+    """Whether a value is a date, which is no part of a prompt, in ISO 8601 or as 28.11.2026 or 11/28/2026.
+
+    >>> [_is_date(text) for text in ("2026-11-28T10:00:00Z", "28.11.2026 10:00", "12 / 4", "12")]
+    [True, True, False, False]
+    """
+    if not isinstance(value, str) or value.strip().isdigit():
+        return False
+    try:
+        return bool(datetime.fromisoformat(value.strip()))
+    except ValueError:
+        return bool(re.fullmatch(r"\d{1,2}([./])\d{1,2}\1\d{4}( \d{1,2}:\d\d(:\d\d)?)?", value.strip()))
 
 
 def _contained(value: Any, prompts: Sequence[Prompt], responses: Sequence[str]) -> bool:

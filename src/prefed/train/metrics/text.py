@@ -239,7 +239,7 @@ def health_line(own: TextHealth, base: TextHealth) -> str:
     >>> health_line(health(0, 20, 5.0), health(1, 9, 0.8))
     'answers are unlikely under the base model: 5.00 nats a token; its own: 0.80'
     >>> health_line(health(1, 18, 1.1), health(1, 9, 0.8))
-    '18 of 20 answers end, 1 loops; the base model: 9, 1'
+    '18 of 20 answers end, 1 loops; the base model: 9 end, 1 loops'
     """
     n = own["answers"]
 
@@ -258,12 +258,13 @@ def health_line(own: TextHealth, base: TextHealth) -> str:
             f"answers are unlikely under the base model: {own['surprise']:.2f} nats a token; its own: "
             f"{base['surprise']:.2f}"
         )
-    ends, looping = count(own, "ends"), count(own, "loops")
-    return (
-        f"{ends:,} of {pluralize(n, 'answer', 'answers')} {'ends' if ends == 1 else 'end'}, {looping:,} "
-        f"{'loops' if looping == 1 else 'loop'}; the base model: {count(base, 'ends'):,}, "
-        f"{count(base, 'loops'):,}"
-    )
+
+    def ends_and_loops(health: TextHealth, of: str = "") -> str:
+        ends = pluralize(count(health, "ends"), f"{of}ends", f"{of}end")
+        return f"{ends}, {pluralize(count(health, 'loops'), 'loops', 'loop')}"
+
+    own_line = ends_and_loops(own, f"of {pluralize(n, 'answer', 'answers')} ")
+    return f"{own_line}; the base model: {ends_and_loops(base)}"
 
 
 _SYMPTOMS: Mapping[Literal["loops", "empty", "ends"], tuple[str, str, str]] = {

@@ -51,6 +51,7 @@ def init(
     path = out or Path(f"{kind.name}.toml")
     pairs = path.with_name("pairs.jsonl")
     first = recipe(kind, model) if model else Recipe()
+    missing = "[data]" if model else "[data] and [model]"
     model = model or MODEL
     if example:
         texts = {pairs: example_pairs(), path: example_file(method, pairs.name, model, first)}
@@ -77,7 +78,7 @@ def init(
     if example:
         typer.echo(f"wrote {pairs} and {path}; next: `prefed data {name}`, then `prefed run {name}`")
     else:
-        typer.echo(f"wrote {path}; next: set [data] and [model] in it, then `prefed run {name}`")
+        typer.echo(f"wrote {path}; next: set {missing} in it, then `prefed run {name}`")
 
 
 def methods() -> None:

@@ -216,8 +216,8 @@ def _to_held_out(run: RunRecord) -> list[Examples]:
         for prompt, client in list(holders.items())[:FIRST]
     ]
     note = (
-        f"After {pluralize(last, 'round', 'rounds')}, to the first {len(shown)} of {len(holders)} held-out "
-        "prompts. Each token is the most likely one."
+        f"Answers after {pluralize(last, 'round', 'rounds')} to the first {len(shown)} of {len(holders)} "
+        "held-out prompts. Each token is the most likely one."
     )
     return [Examples("Held-out prompts", note, [_COLUMNS[model] for model in models], shown)]
 
