@@ -41,6 +41,8 @@ __all__ = [
 
 _GARBLED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd]|[\xc2\xc3][\x80-\xbf]|\xe2\u20ac.?")
 """Signs of a wrong encoding: control characters, U+FFFD, and UTF-8 that was read as Windows-1252."""
+_SUSPECT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufffd\xc2\xc3\xe2]")
+"""The first character of each sign. Searching for a single character is several times as fast."""
 
 
 @dataclass
@@ -96,7 +98,6 @@ def read_records(
     form, file = setting, None
     partition, layouts = _PartitionColumn(source, config), _LayoutCheck()
     prompts, columns = _PromptCheck(source, config), source.columns or config.columns
-    ignored = [*config.metadata, *([partition.column] if partition.column else [])]
     for count, (plain, location) in enumerate(read_rows(source, config.encoding, role, setting, errors)):
         if config.rows is not None and count >= config.rows:
             break
@@ -134,7 +135,7 @@ def read_records(
         usable = False
         with errors.at(location):
             seen = [r.prompt for r in records], [t for r in records for t in (r.chosen, r.rejected)]
-            counts.unread |= dict.fromkeys(check_unread(row, *seen, ignored, given[0].columns))
+            counts.unread |= dict.fromkeys(check_unread(row, *seen, config.metadata, given[0].columns))
             counts.contradicted += contradicts(row, records)
             if form.name == "pairs" and columns is None:
                 layouts.check(given[0], location)
@@ -354,7 +355,8 @@ def _record(raw: RawPair, domain: str | None, config: DataConfig, counts: ReadCo
         return None
     counts.prefixes += repeated_prompt
     texts = [chosen, rejected, *([prompt] if isinstance(prompt, str) else [turn.content for turn in prompt])]
-    counts.garbled.update({mark for text in texts for mark in _GARBLED.findall(text)})
+    suspects = filter(_SUSPECT.search, texts)
+    counts.garbled.update({mark for text in suspects for mark in _GARBLED.findall(text)})
     columns: dict[str, Any] = {
         "margin": raw.margin,
         "client": raw.client,

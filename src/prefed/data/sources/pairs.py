@@ -8,6 +8,7 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from prefed.data.config import Columns
@@ -186,9 +187,15 @@ def contradicts(row: Row, records: Sequence[Record]) -> bool:
     """
     if any(record.label is None and (record.margin or 0) < 0 for record in records):
         return True
-    values = {str(name): item for name, item in unmarked(row) if re.search("score|rating|reward", str(name))}
-    both = ((item, values.get(name.replace("chosen", "rejected"))) for name, item in values.items())
-    return any(_is_less(*each) for each in both)
+    return any(_is_less(peek(row, one), peek(row, other)) for one, other in _rated(tuple(row)))
+
+
+@lru_cache
+def _rated(names: tuple[Any, ...]) -> list[tuple[str, str]]:
+    """Return the columns that rate the chosen and the rejected response."""
+    rates = [name for name in map(str, names) if re.search("score|rating|reward", name)]
+    pairs = [(name, name.replace("chosen", "rejected")) for name in rates]
+    return [(one, other) for one, other in pairs if one != other and other in rates]
 
 
 def _is_less(one: Any, other: Any) -> bool:
@@ -219,7 +226,13 @@ def usual_columns(row: Row) -> Columns:
     systems = [name for name in SYSTEM_NAMES if name in row]
     if systems and ("prompt" in named or isinstance(messages_or_text(response), list)):
         named["system"] = next((name for name in systems if has_value(peek(row, name))), systems[0])
-    return Columns(**named)
+    return _columns(tuple(named.items()))
+
+
+@lru_cache
+def _columns(named: tuple[tuple[str, Any], ...]) -> Columns:
+    """Return validated columns. Most rows of a file have the same ones."""
+    return Columns(**dict(named))
 
 
 def is_dialogue(response: Any) -> bool:

@@ -56,10 +56,9 @@ class TrackedRow(dict[str, Any]):
         """Yield path and value of the columns with a value that were not read."""
         for name, value in unmarked(self):
             path = f"{self._path}{name}"
-            if not has_value(value):
-                continue
             if path not in self.read:
-                yield path, value
+                if has_value(value):
+                    yield path, value
             elif isinstance(value, dict) and any(other.startswith(f"{path}.") for other in self.read):
                 yield from TrackedRow(value, self.read, f"{path}.").unread()
 

@@ -69,23 +69,21 @@ def check_unread(
     """
     unread = []
     for path, value in row.unread():
-        if any(path == name or path.startswith(f"{name}.") for name in ignored):
+        if path in ignored or any(path.startswith(f"{name}.") for name in ignored):
             continue
         name = path.rpartition(".")[2].strip().lower()
-        drop = f"if the model should not see it, set [data] metadata = {json.dumps([path])}"
         if name in _BEYOND_TEXT and not isinstance(value, int | float):
-            raise RowError(
-                f"{path} changes what a model sees, but prefed trains on texts only; "
-                + (remedy or f"leave out such rows, or, {drop}")
-            )
-        if name in PROMPT_NAMES and not _is_date(value) and not _contained(value, prompts, responses):
+            problem = "changes what a model sees, but prefed trains on texts only"
+            use = "leave out such rows"
+        elif name in PROMPT_NAMES and not _is_date(value) and not _contained(value, prompts, responses):
             more = columns and with_column(columns, path, row)
+            problem = "is not read, but named like a part of the prompt"
             use = f"read it with {columns_line(more)}" if more else "add it to the prompt"
-            raise RowError(
-                f"{path} is not read, but named like a part of the prompt; "
-                + (remedy or f"{use}, or, {drop}")
-            )
-        unread.append(path)
+        else:
+            unread.append(path)
+            continue
+        drop = f"if the model should not see it, set [data] metadata = {json.dumps([path])}"
+        raise RowError(f"{path} {problem}; {remedy or f'{use}, or, {drop}'}")
     return unread
 
 
