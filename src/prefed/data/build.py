@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from prefed.core import files
 from prefed.core.random_keys import Key
 from prefed.core.text import control_character, did_you_mean, listed
-from prefed.data.choices import ChoiceEncoder
 from prefed.data.config import ByColumn, ByFile, BySource, DataConfig, SelectorConfig, Source
 from prefed.data.dataset import CLIENTS, FederatedDataset, Findings, RowCounts, read_manifest, similar_names
 from prefed.data.encoding import Encoder, PolicyEncoder, Template, Tokenizer
@@ -105,6 +104,8 @@ def make_encoder(config: DataConfig, tokenizer: Tokenizer, selector: SelectorCon
             selector.
     """
     if selector is not None:
+        from prefed.data.choices import ChoiceEncoder
+
         return ChoiceEncoder(tokenizer, selector, max_length=config.max_length)
     return PolicyEncoder(
         tokenizer,

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from prefed.engines.backends import (
         BACKENDS,
         InProcess,
-        RayActors,
         WorkerProcesses,
         backend_name,
         check_backend,
         check_devices,
     )
+    from prefed.engines.backends.ray import RayActors
     from prefed.engines.backends.worker_pool import WorkerError
     from prefed.engines.base_rounds import RoundError
     from prefed.engines.job import Job, TrainerFactory

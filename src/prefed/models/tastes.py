@@ -36,6 +36,8 @@ POSTERIOR = "posterior"
 """Part that a client sends about its taste: mean μ̄ and log σ̄² ``[d_z]`` of its posterior."""
 LATENT = "latent"
 """Part with the taste z ``[d_z]`` that a client judges with."""
+Z = f"{LATENT}/z"
+"""The tensor with that taste."""
 
 DECODER = (f"{VARIATIONAL}/decoder/weight", f"{VARIATIONAL}/decoder/bias")
 """Tensors that determine the effect of z and the responses; if they are zero, there is none."""

@@ -302,8 +302,7 @@ def check_report(experiment: Experiment, job: Job) -> None:
     Raises:
         ConfigError: there is no such client, or a prompt fills the model's window.
     """
-    if experiment.report is not None:
-        _of_report(experiment, job, Sampling(max_tokens=_limit(experiment, job), temperature=0), own=False)
+    _of_report(experiment, job, Sampling(max_tokens=_limit(experiment, job), temperature=0), own=False)
 
 
 def _of_report(experiment: Experiment, job: Job, how: Sampling, *, own: bool) -> list[_Asked]:

@@ -15,7 +15,7 @@ from prefed.config.file import allow_code, code_names, parse_toml
 from prefed.core import Key, Owner, files, plugins
 from prefed.core.strict_settings import flatten
 from prefed.core.text import did_you_mean, pluralize, timed
-from prefed.data import FederatedDataset, ResponseEncoder, SelectorConfig, Template, build_dataset, show
+from prefed.data import FederatedDataset, SelectorConfig, Template, build_dataset
 from prefed.data.tokens import thumbs
 from prefed.engines import JobFactory, backend_name
 from prefed.engines.diagnostics import Diagnostics
@@ -37,6 +37,7 @@ from prefed.train.pair_trainer import PairTrainerFactory
 
 if TYPE_CHECKING:
     from prefed.data.examples import ExampleEncoder
+    from prefed.data.responses import ResponseEncoder
     from prefed.data.show import ShownClient
 
 _log = logging.getLogger("prefed")
@@ -63,6 +64,8 @@ def build_data(experiment: Experiment, folder: Path) -> FederatedDataset:
 
 def first_pairs(experiment: Experiment, dataset: FederatedDataset, count: int) -> list[ShownClient]:
     """Return the first training pairs of each client as they are trained on; see :mod:`prefed.data.show`."""
+    from prefed.data import show
+
     loss = OBJECTIVES.get(experiment.method.settings.goal().name)
     return show.first_pairs(
         dataset,
@@ -178,6 +181,8 @@ def response_encoder(experiment: Experiment, backbone: Backbone) -> ResponseEnco
     """Return the encoder of responses for a model that reads hidden states; ``None`` for other models."""
     if not backbone.needs & {"latent", "mixture"}:
         return None
+    from prefed.data.responses import ResponseEncoder
+
     return ResponseEncoder(*_format(experiment, backbone))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from prefed.config import Experiment
 from prefed.config.settings import EngineConfig
@@ -12,10 +12,11 @@ from prefed.core import files
 from prefed.engines import Job, check_backend, check_devices
 from prefed.models.pretrained import check_device
 from prefed.privacy import accountant
-from prefed.runs.answers import check_report
 from prefed.runs.build import build_job
-from prefed.train.lockstep import Lockstep
 from prefed.train.pair_trainer import PairTrainerFactory
+
+if TYPE_CHECKING:
+    from prefed.train.lockstep import Lockstep
 
 
 def check_start(experiment: Experiment) -> None:
@@ -62,7 +63,10 @@ def checked_job(experiment: Experiment, cache: Path) -> Job:
         from prefed.runs.align import check_named_tastes
 
         check_named_tastes(experiment, job)
-    check_report(experiment, job)
+    if experiment.report is not None:
+        from prefed.runs.answers import check_report
+
+        check_report(experiment, job)
     lockstep(experiment, job)
     return job
 
@@ -73,8 +77,11 @@ def lockstep(experiment: Experiment, job: Job) -> Lockstep | None:
     Raises:
         ModelError: clients cannot share passes over this model.
     """
-    size, trainers = experiment.engine.stack, cast("PairTrainerFactory", job.trainers)
-    return Lockstep(trainers.pair_trainer, size) if size > 1 else None
+    if experiment.engine.stack == 1:
+        return None
+    from prefed.train.lockstep import Lockstep
+
+    return Lockstep(cast("PairTrainerFactory", job.trainers).pair_trainer, experiment.engine.stack)
 
 
 def existing_parent(out: Path) -> Path:

@@ -32,8 +32,7 @@ from prefed.engines import (
     check_devices,
 )
 from prefed.models import ModelError
-from prefed.runs.answers import RoundAnswers
-from prefed.runs.build import job_factory, of_parent
+from prefed.runs.build import answered_prompts, job_factory, of_parent
 from prefed.runs.data_notices import announce
 from prefed.runs.memory import Rows, from_memory
 from prefed.runs.preflight import check_start, checked_job, existing_parent, lockstep
@@ -60,6 +59,8 @@ from prefed.train.pair_trainer import PairTrainerFactory
 
 if TYPE_CHECKING:
     import pandas
+
+    from prefed.runs.answers import RoundAnswers
 
 ADAPTERS = "adapters"
 SHARED = "shared"
@@ -211,7 +212,7 @@ def _finish(experiment: Experiment, writer: RunWriter, callback: Callback) -> St
 
 def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:
     job = _begin(experiment, writer)
-    answers = RoundAnswers(experiment, job, writer)
+    answers = round_answers(experiment, job, writer)
     announce(experiment, job, callback)
     with ExitStack() as stack:
         with timed("engine", backend_name(experiment.engine.name, experiment.engine.workers)):
@@ -224,6 +225,25 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
             data = describe_data(cast("PairTrainerFactory", job.trainers).dataset)
     with timed("adapters"):
         conclude(job, writer, server, profiles, callback, tastes, data=data)
+
+
+def round_answers(
+    experiment: Experiment, job: Job, writer: RunWriter, *, personal: bool = True
+) -> RoundAnswers | None:
+    """Return what lets models answer after a round; ``None`` if there are no prompts.
+
+    Args:
+        personal: whether the clients' private states are here.
+
+    Raises:
+        ConfigError: as :class:`~prefed.runs.answers.RoundAnswers`.
+    """
+    tokenizer = cast("PairTrainerFactory", job.trainers).backbone.tokenizer
+    if experiment.report is None and not answered_prompts(experiment, tokenizer):
+        return None
+    from prefed.runs.answers import RoundAnswers
+
+    return RoundAnswers(experiment, job, writer, personal=personal)
 
 
 def conclude(

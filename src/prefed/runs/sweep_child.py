@@ -16,7 +16,6 @@ from prefed.config import Experiment, to_toml
 from prefed.core import files
 from prefed.core.strict_settings import differing
 from prefed.runs.reference import SHARED
-from prefed.train.metrics import broken_text
 
 KEPT = (
     "preference_accuracy",
@@ -97,6 +96,8 @@ class SweepRun:
     @property
     def breaks_text(self) -> bool:
         """Whether text after the last round is worse than the base model's."""
+        from prefed.train.metrics import broken_text
+
         return bool(broken_text(self.summary.get("text")))
 
     def beside(self, ending: str) -> Path:

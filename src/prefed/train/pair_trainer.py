@@ -14,12 +14,13 @@ import torch
 
 from prefed.core import POOLED, Key, Objective, Ownership, Phase, PhaseResult, Round, Tensors, Upload
 from prefed.core.tensors import Layered
-from prefed.data import ClientData, ClientSizes, FederatedDataset, Record, ResponseEncoder, Template, TokenSet
+from prefed.data import ClientData, ClientSizes, FederatedDataset, Record, Template, TokenSet
 from prefed.data.tokens import thumbs
 from prefed.models import Backbone
 from prefed.models.adapters import save_adapter
 from prefed.models.backbone import model_digest
 from prefed.models.mixed_rewards import LOGITS
+from prefed.models.tastes import Z
 from prefed.models.trainable_parts import EXAMPLE_COUNT
 from prefed.train.loss_trainer import SHARED_TRAINING, ChoiceTrainer, LossTrainer, PhaseStart, ThumbTrainer
 from prefed.train.losses import LATENT, MIXED, PPO, reads_thumbs
@@ -29,11 +30,12 @@ from prefed.train.pair_cache import Rows, mismatched
 from prefed.train.pair_model import PairModel, ReferenceLogprobs, check_lengths
 from prefed.train.ppo import PPOTrainer
 from prefed.train.rewards import Rewards
-from prefed.train.tastes import LatentTrainer, ResponseFeatures, Z
 
 if TYPE_CHECKING:
     from prefed.data.examples import ExampleEncoder
+    from prefed.data.responses import ResponseEncoder
     from prefed.train.mixed_rewards import MixedRewardTrainer
+    from prefed.train.tastes import LatentTrainer
 
 
 class ObjectiveTrainer(Protocol):
@@ -111,6 +113,9 @@ class PairTrainer:
         self._mixed: MixedRewardTrainer | None = None
         reads_hidden = Z in backbone.layout or LOGITS in backbone.layout
         if reads_hidden and tokens.letters is not None:
+            from prefed.data.responses import ResponseEncoder
+            from prefed.train.tastes import LatentTrainer, ResponseFeatures
+
             tokenizer, context = backbone.tokenizer, backbone.window or sys.maxsize
             encoder = responses or ResponseEncoder(tokenizer, Template(tokenizer), context)
             features = ResponseFeatures(self.model, encoder, cache, f"{name}-responses")

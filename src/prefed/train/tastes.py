@@ -23,8 +23,7 @@ import torch
 from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
 from prefed.data import Pair
 from prefed.data.responses import ResponseEncoder
-from prefed.models.tastes import CAP, PROTOTYPES, VariationalSelector
-from prefed.models.tastes import LATENT as TASTE
+from prefed.models.tastes import CAP, PROTOTYPES, VariationalSelector, Z
 from prefed.train.losses import CHOICE, LATENT, ChoiceBatch
 from prefed.train.losses.tastes import (
     CAPS,
@@ -248,8 +247,6 @@ class LatentPrior:
 
 CONTEXT = 16
 """Maximum number of pairs in a context."""
-Z = f"{TASTE}/z"
-"""The tensor with the taste that the selector judges with."""
 
 
 class LatentTrainer:

@@ -12,7 +12,6 @@ import torch
 
 from prefed.engines.backend import Backend, BackendSettings, JobFactory
 from prefed.engines.backends.processes import WorkerProcesses, check_devices
-from prefed.engines.backends.ray import RayActors
 from prefed.engines.backends.worker_pool import WorkerError
 from prefed.engines.job import Job
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKENDS",
     "InProcess",
-    "RayActors",
     "WorkerProcesses",
     "backend_name",
     "check_backend",
@@ -70,12 +68,18 @@ class InProcess(Backend):
         return {} if self._lockstep is None else self._lockstep.figures()
 
 
+def _ray(job: Job, factory: JobFactory, states: ClientStates, settings: BackendSettings) -> Backend:
+    from prefed.engines.backends.ray import RayActors
+
+    return RayActors(job, factory, states, settings)
+
+
 BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings], Backend]] = {
     "in_process": lambda job, factory, states, settings: InProcess(
         job, states, settings.threads, settings.lockstep
     ),
     "processes": lambda job, factory, states, settings: WorkerProcesses(factory, states, settings),
-    "ray": lambda job, factory, states, settings: RayActors(job, factory, states, settings),
+    "ray": _ray,
 }
 """Name → constructor of a backend. ``tests/laws/test_engine_laws.py`` tests all of them."""
 

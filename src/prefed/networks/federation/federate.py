@@ -25,11 +25,10 @@ from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.messages import PACKAGES, Joined, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
-from prefed.runs.answers import RoundAnswers
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
 from prefed.runs.finished_run import read_summary
-from prefed.runs.run import conclude
+from prefed.runs.run import conclude, round_answers
 from prefed.runs.start_or_resume import commit_start, digests_of, open_run, reconcile
 from prefed.store import RunWriter
 
@@ -166,7 +165,7 @@ def _run(
     # A resumed run must have the same sites, clients and pair counts.
     roster = files.digest(json.dumps(clients, sort_keys=True).encode())
     commit_start(experiment, job, writer, digests_of(experiment, job) | {"data": roster})
-    written = RoundAnswers(experiment, job, writer, personal=False)
+    written = round_answers(experiment, job, writer, personal=False)
     announce(experiment, job, callback)
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
     model = job.trainers.fingerprint["model"]
