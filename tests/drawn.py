@@ -190,7 +190,7 @@ def make_place(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a start ended.
+    """The outcome of a start.
 
     Attributes:
         refused: the message for the user; empty if it was accepted.

@@ -77,7 +77,7 @@ def test_a_silent_site_costs_three_rounds_of_any_number():
 
 
 def test_a_site_that_is_connected_and_does_not_join_is_silent_each_time():
-    """It is asked in round 1 alone, and greeted for rounds 3 and 7. Its third silence sets it aside."""
+    """It is asked only in round 1, and greeted for rounds 3 and 7. Its third silence sets it aside."""
     waited, answered, warned, backend = play(lambda number: False, 40, greets=False)
     assert (waited, answered) == ([1], [])
     assert backend.set_aside() == {"w1"}

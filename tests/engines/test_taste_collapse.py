@@ -93,8 +93,8 @@ def test_the_defaults_keep_opposed_tastes_apart(shared_data, shared_model, tmp_p
 
 @pytest.mark.parametrize(("right", "collapsed"), [(0.95, False), (0.9, False), (0.75, True), (0.5, True)])
 def test_one_taste_that_serves_all_clients_is_no_collapse(right, collapsed):
-    """Every client's z is as good as any other's. Where that is right on few pairs, tastes have not
-    separated; where it is right on nine of ten, the clients want the same."""
+    """Every client's z is as good as any other's. If accuracy is low, the tastes have not separated;
+    from an accuracy of 0.9, the clients want the same."""
     n = 4
     figures = TasteFigures(
         clients=tuple("abcd"),

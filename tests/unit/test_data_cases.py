@@ -140,7 +140,7 @@ def test_what_excel_writes_is_read(case, tmp_path, name, settings):
 
 
 def test_another_encoding_is_named(case, tmp_path):
-    """Windows-1252 is not Latin-1, which gives control characters in the place of quotation marks."""
+    """Read as Latin-1, the quotation marks of Windows-1252 become control characters."""
     path = case("excel_cp1252.csv")
     with pytest.raises(DataError, match=r'row 2: not utf-8 text .* set encoding = "cp1252"'):
         build(path, tmp_path)
@@ -242,7 +242,7 @@ def test_the_shortest_parts_of_a_path_that_differ_name_a_client(tmp_path, train,
     ],
 )
 def test_a_folder_with_a_file_per_split(tmp_path, names, read, left):
-    """Training reads the training files alone; the others are listed, and read where they are asked for."""
+    """Training reads only the training files; the others are listed, and read if another key names them."""
     folder = tmp_path / "rows"
     folder.mkdir()
     for name in names:

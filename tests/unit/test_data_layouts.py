@@ -1,4 +1,4 @@
-"""Layouts of public preference sets: no prompt is lost in silence, and advice is right to follow."""
+"""Layouts of public preference sets: no prompt is lost silently, and rows read as advised are correct."""
 
 import json
 import re
@@ -381,7 +381,7 @@ def test_columns_that_are_not_used_are_reported(tmp_path):
 
 
 def test_prompts_that_are_common_beginnings_are_reported(tmp_path):
-    """They may be a chance, where the prompt is in a column of another name; marked dialogues are none."""
+    """It may be accidental if a column of another name holds the prompt. Marked dialogues are not reported."""
     texts = {"chosen": "The a", "rejected": "The b", "frage": "Q"}
     rows = [{key: f"{text} {k}" for key, text in texts.items()} for k in range(6)]
     marked = [{name: f"{HUMAN}{row[name]}" for name in AB} for row in rows]
@@ -447,7 +447,7 @@ def test_named_columns_of_prompts_are_asked_for(tmp_path, caplog):
 
 
 def test_the_shared_cases(shared_cases):
-    """The right values as the folder's README has them."""
+    """The correct values, from the folder's README."""
     folder = shared_cases / "data"
     asked = {
         "question": turns("s:You are terse.", "u:Q0?"),

@@ -1,4 +1,4 @@
-"""Health of text: the definitions on examples that a person has judged, and agreement with transformers."""
+"""Health of text: the definitions on examples judged by a person, and agreement with transformers."""
 
 import numpy as np
 import pytest
