@@ -47,7 +47,7 @@ def test_no_member_ends_the_session_of_the_others(tmp_path, monkeypatch):
 
 
 def test_one_of_them_ends_each_session_of_flares_own(tmp_path):
-    """The control: without prefed's checks and controller, north is reached on its own, but not with the other."""
+    """The control: without prefed's checks and controller, north is reached only without the other site."""
     with members.Members(tmp_path, ["exits"], echo, guarded=False) as place:
         place.transport.restrict(["north"])
         assert place.transport.call("north", b"1 ", WATCHDOG, 99) == b"1 north"

@@ -238,8 +238,9 @@ def test_what_sites_were_asked_for_is_the_runs_from_its_first_visit_on(place, si
 @pytest.mark.parametrize("steps", [2, 3])
 def test_a_start_that_failed_binds_nobody(place, sites, tmp_path, steps):
     """One site of two is lost when it is to build its job, so nobody was asked for a visit: the same
-    experiment, or another, begins over other sites in the same directory."""
+    experiment, or another, begins over other sites in the same directory. It existed, so it is kept."""
     out = tmp_path / "over"
+    out.mkdir()
 
     def lost(site, request):
         if (site, unpack(request)[0]["kind"]) == ("one", "start"):

@@ -381,7 +381,7 @@ def test_columns_that_are_not_used_are_reported(tmp_path):
 
 
 def test_prompts_that_are_common_beginnings_are_reported(tmp_path):
-    """It may be accidental if a column of another name holds the prompt. Marked dialogues are not reported."""
+    """It may be accidental if another column holds the prompt. Marked dialogues are not reported."""
     texts = {"chosen": "The a", "rejected": "The b", "frage": "Q"}
     rows = [{key: f"{text} {k}" for key, text in texts.items()} for k in range(6)]
     marked = [{name: f"{HUMAN}{row[name]}" for name in AB} for row in rows]

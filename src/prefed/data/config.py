@@ -62,6 +62,15 @@ class Columns(StrictModel):
         return self
 
     @property
+    def prompts(self) -> tuple[str, ...]:
+        """The columns of the prompt, if any.
+
+        >>> Columns(prompt="question").prompts, Columns().prompts
+        (('question',), ())
+        """
+        return (self.prompt,) if isinstance(self.prompt, str) else self.prompt or ()
+
+    @property
     def thumb(self) -> tuple[str, str] | None:
         """The columns of response and thumb; ``None`` if rows are pairs.
 

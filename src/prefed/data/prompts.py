@@ -12,7 +12,7 @@ from typing import Any
 from prefed.core.text import listed
 from prefed.data.config import Columns, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
-from prefed.data.record import Prompt, check_unicode
+from prefed.data.record import Prompt, check_unicode, prompt_texts
 from prefed.data.sources import format_setting, read_rows, source_digests
 from prefed.data.sources.files import sha256_of, text_lines
 from prefed.data.sources.formats import POST_FIELDS, Format, detect_format, get_format, is_known
@@ -138,7 +138,7 @@ def _parse(
 
 
 def _plain_row(row: Mapping[str, Any], columns: Columns, column: str) -> PromptRow:
-    names = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or ()
+    names = columns.prompts
     value, response = read_prompt(row, columns), messages_or_text(row.get(column))
     prompt: Prompt = value if isinstance(value, str) else parse_messages(value, " and ".join(names))
     if column == "completion" and row.get("label") is not None and not parse_label(row["label"], "label"):
@@ -155,7 +155,7 @@ def _plain_row(row: Mapping[str, Any], columns: Columns, column: str) -> PromptR
 
 
 def _check(row: PromptRow) -> None:
-    texts = [row.prompt] if isinstance(row.prompt, str) else [turn.content for turn in row.prompt]
+    texts = prompt_texts(row.prompt)
     if not any(text.strip() for text in texts):
         raise RowError("the prompt is blank")
     for text in texts:

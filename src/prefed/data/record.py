@@ -40,6 +40,11 @@ Prompt: TypeAlias = "str | tuple[Message, ...]"
 """Text that is used unchanged, or the turns of a conversation (see :mod:`prefed.data.encoding`)."""
 
 
+def prompt_texts(prompt: Prompt) -> list[str]:
+    """Return the text of a prompt, or those of its turns."""
+    return [prompt] if isinstance(prompt, str) else [turn.content for turn in prompt]
+
+
 def plain_prompt(prompt: Prompt) -> str | list[dict[str, str]]:
     """Convert a prompt to JSON types."""
     if isinstance(prompt, str):
@@ -129,7 +134,7 @@ class Record:
             if not response.strip():
                 raise ValueError(f"{name} is empty")
             check_unicode(name, response)
-        for text in [self.prompt] if isinstance(self.prompt, str) else [m.content for m in self.prompt]:
+        for text in prompt_texts(self.prompt):
             check_unicode("prompt", text)
         for name in ("client", "category", "domain"):
             check_unicode(name, getattr(self, name) or "")

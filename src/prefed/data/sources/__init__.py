@@ -12,7 +12,7 @@ from typing import Any
 
 from prefed.data.config import Columns, DataConfig, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
-from prefed.data.record import Prompt, Record
+from prefed.data.record import Record, prompt_texts
 from prefed.data.sources import files, huggingface
 from prefed.data.sources.folders import data_files
 from prefed.data.sources.formats import FORMATS, Format, detect_format, get_format, pairs_format
@@ -132,7 +132,7 @@ def read_records(
                 records += [] if record is None else [record]
         if not records:
             continue
-        usable = False
+        checked: list[Record] = []
         with errors.at(location):
             seen = [r.prompt for r in records], [t for r in records for t in (r.chosen, r.rejected)]
             counts.unread |= dict.fromkeys(check_unread(row, *seen, config.metadata, given[0].columns))
@@ -142,10 +142,9 @@ def read_records(
             counts.promptless += prompts.add(form, given, records)
             if config.score == "response" and given[0].prompt is None:
                 counts.implicit += not is_marked(records[0].prompt)
-            usable = True
-        if usable:
-            for record in records:
-                yield record, location
+            checked = records
+        for record in checked:
+            yield record, location
     prompts.raise_if_none()
 
 
@@ -165,7 +164,7 @@ class _PromptCheck:
         """
         if self._asked or not form.has_prompts:
             return 0
-        blank = [not _has_text(record.prompt) for record in records]
+        blank = [not any(map(str.strip, prompt_texts(record.prompt))) for record in records]
         if any(blank) and pairs[0].prompt is None:
             raise RowError(
                 "chosen and rejected have no common beginning, so this row has no prompt", remedy=_NO_PROMPT
@@ -188,12 +187,6 @@ _NO_PROMPT = (
     'If another column contains the prompt, name it: columns = {prompt = "…"}. To train on texts without '
     'prompts, set [data] score = "whole".'
 )
-
-
-def _has_text(prompt: Prompt) -> bool:
-    return any(
-        text.strip() for text in ([prompt] if isinstance(prompt, str) else [m.content for m in prompt])
-    )
 
 
 class _PartitionColumn:
@@ -354,8 +347,7 @@ def _record(raw: RawPair, domain: str | None, config: DataConfig, counts: ReadCo
         counts.identical += 1
         return None
     counts.prefixes += repeated_prompt
-    texts = [chosen, rejected, *([prompt] if isinstance(prompt, str) else [turn.content for turn in prompt])]
-    suspects = filter(_SUSPECT.search, texts)
+    suspects = filter(_SUSPECT.search, [chosen, rejected, *prompt_texts(prompt)])
     counts.garbled.update({mark for text in suspects for mark in _GARBLED.findall(text)})
     columns: dict[str, Any] = {
         "margin": raw.margin,

@@ -218,8 +218,7 @@ def _argilla(row: Row) -> list[RawPair | None]:
     """Convert a record with a question about two responses, whose client is the annotator."""
     fields, answers = value_at(row, "fields"), value_at(row, "responses")
     columns = usual_columns(fields)
-    prompt = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or ()
-    names = tuple(name for name in fields if name not in (*prompt, columns.system))
+    names = tuple(name for name in fields if name not in (*columns.prompts, columns.system))
     if len(names) != 2 or len(answers) != 1:
         raise RowError(
             f"this Argilla record has {len(names)} responses and {len(answers)} questions; prefed reads "

@@ -263,7 +263,7 @@ def read_prompt(row: Row, columns: Columns) -> Any:
     Raises:
         RowError: a column is missing, all are empty, or there are two system messages.
     """
-    names = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or []
+    names = columns.prompts
     values = [_history_or_text(messages_or_text(value_at(row, name))) for name in names]
     if names and all(value is None for value in values):
         raise RowError(f"{' and '.join(names)} is missing")
@@ -341,8 +341,7 @@ def pair_from_columns(
     named = [columns.margin, columns.client, columns.category, columns.domain, columns.split, columns.system]
     completion, label = columns.thumb or (None, None)
     responses = [columns.chosen, columns.rejected] if completion is None else [completion, completion]
-    prompts = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or []
-    named += [*prompts, *responses, label, *used]
+    named += [*columns.prompts, *responses, label, *used]
     margin = None if columns.margin is None else number_at(row, columns.margin)
     if found is None:
         chosen, rejected = (_one_message(value_at(row, name)) for name in responses)
@@ -439,7 +438,6 @@ def _check_prompt(start: Any, chosen: Any, columns: Columns) -> None:
     """
     if not isinstance(start, list):
         return
-    names = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or ()
     turns = [(t.get("role", t.get("from")), t.get("content", t.get("value"))) for t in start if _is_turn(t)]
     if isinstance(chosen, list):
         first = next(((t.get("role", t.get("from")), t.get("content")) for t in chosen if _is_turn(t)), None)
@@ -453,8 +451,8 @@ def _check_prompt(start: Any, chosen: Any, columns: Columns) -> None:
         )
     if turns and _ROLES.get(str(turns[-1][0])) == "assistant":
         raise RowError(
-            f"{' and '.join(names)} ends with a message of the assistant, to which no response can be given; "
-            "remove it"
+            f"{' and '.join(columns.prompts)} ends with a message of the assistant, to which no response can "
+            "be given; remove it"
         )
 
 

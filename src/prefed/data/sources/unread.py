@@ -98,14 +98,13 @@ def with_column(columns: Columns, path: str, row: TrackedRow) -> Columns | None:
         return None
     if system:
         return columns.model_copy(update={"system": path})
-    named = [columns.prompt] if isinstance(columns.prompt, str) else columns.prompt or ()
     order = [str(name) for name in row]
 
     def place(name: str) -> tuple[bool, int]:
         # Messages come before the texts that follow them.
         return isinstance(messages_or_text(value_at(row, name)), str), order.index(name.partition(".")[0])
 
-    return columns.model_copy(update={"prompt": tuple(sorted((*named, path), key=place))})
+    return columns.model_copy(update={"prompt": tuple(sorted((*columns.prompts, path), key=place))})
 
 
 def columns_line(columns: Columns) -> str:
