@@ -32,7 +32,6 @@ from prefed.runs.align import align as align_run
 from prefed.runs.finished_run import RunError
 from prefed.runs.run import run
 from prefed.train import generation
-from prefed.train.generation import prompt_ids
 from prefed.ui.cli import app
 from toy import Warned
 
@@ -205,7 +204,7 @@ def test_a_prompt_leaves_room_for_a_whole_completion_and_its_end(alignment):
     backbone = alignment.selectors().backbone
     template = Template(backbone.tokenizer, alignment.data.template)
     texts = [*(f"Case {number}:" for number in range(24, 31)), "A word", "Two words", "Up"]
-    lengths = {text: len(prompt_ids(backbone.tokenizer, template, text)) for text in texts}
+    lengths = {text: len(template.prompt_ids(text)) for text in texts}
     text, longest = max(lengths.items(), key=lambda item: item[1])
     for more, too_long in ((6, [*lengths.values()].count(longest)), (7, 0)):
         data = alignment.data.model_copy(update={"max_length": longest + more})

@@ -17,7 +17,7 @@ from prefed.core import Callback, Key
 from prefed.data import Record, SelectorConfig
 from prefed.data.tokens import prompt_hash
 from prefed.models import ModelConfig, load_backbone
-from prefed.train.generation import Sampling, complete_batch, prompt_ids
+from prefed.train.generation import Sampling, complete_batch
 from small_models import away
 
 VARIATIONAL = {"latent": 4, "widths": (16, 8), "scale": 2.0}
@@ -115,7 +115,7 @@ def test_every_prompt_has_one_taste_which_completes_and_labels(whole, selectors)
             assert moments.steps == 2
         how, base = Sampling(max_tokens=6, temperature=1.0), alignment.key.at("generation", number)
         for row in made:
-            own = prompt_ids(policy.tokenizer, alignment.template, row["prompt"])
+            own = alignment.template.prompt_ids(row["prompt"])
             key = base.at("prompt", prompt_hash(row["prompt"])).at("sample", row["sample"])
             ((tokens, _),) = complete_batch(policy, tensors, [own], how, [key], tastes=z[row["index"]][None])
             assert policy.tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]

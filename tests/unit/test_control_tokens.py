@@ -19,7 +19,6 @@ from prefed.data import (
     build_dataset,
 )
 from prefed.runs.data_notices import data_notices
-from prefed.train.generation import prompt_ids
 from preferences import CHATML, jsonl, merging, tokenizer
 from tokenizer_zoo import MADE, TEXTS
 
@@ -67,7 +66,7 @@ def encode(made, record, kind="auto", **options):
 def test_a_prompt_has_the_same_tokens_in_training_and_generation(name, kind, prompt):
     made = ZOO[name]
     outcome = encode(made, Record(prompt, "yes", "no"), kind)
-    assert outcome.prompt == prompt_ids(made, Template(made, kind), prompt)
+    assert outcome.prompt == Template(made, kind).prompt_ids(prompt)
     start = made("a")["input_ids"][: -len(made("a", add_special_tokens=False)["input_ids"])]
     assert outcome.prompt[: len(start)] == start
     if kind != "rendered":  # rendered texts may repeat it

@@ -460,7 +460,7 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path):
     """Transformers would add it to the model without a word."""
     changed_weights(tmp_path / "m", lambda weights: weights)
     (tmp_path / "m" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(ModelError, match=r"an adapter \(adapter_config\.json\) beside the weights"):
+    with pytest.raises(ModelError, match=r"an adapter \(adapter_config\.json\) next to the weights"):
         load(tmp_path / "m")
 
 

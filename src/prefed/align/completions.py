@@ -26,7 +26,7 @@ from prefed.data import Prompt
 from prefed.data.encoding import continuation_text
 from prefed.data.record import plain_prompt
 from prefed.data.tokens import prompt_hash
-from prefed.train.generation import Sampling, complete_batch, length_batches, prompt_ids
+from prefed.train.generation import Sampling, complete_batch, length_batches
 
 FILE = "completions.jsonl"
 
@@ -70,7 +70,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     if generation.number is not None:
         drawn = generation.draw_tastes(alignment, [(number, hashes[number]) for number in numbers])
         tensors = policy_before(alignment, generation)
-    ids = [prompt_ids(policy.tokenizer, alignment.template, own.prompt) for own in prompts]
+    ids = [alignment.template.prompt_ids(own.prompt) for own in prompts]
     # Training appends the end-of-text token to a completion.
     room = _longest(alignment) - config.max_new_tokens - 1
 

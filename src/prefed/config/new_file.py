@@ -89,7 +89,7 @@ class Recipe(NamedTuple):
 def recipe(kind: MethodKind, model: str) -> Recipe:
     """The settings that ``prefed init --model`` writes; the defaults where the model is not on this machine.
 
-    A policy that people talk to trains with RPO, and for as many rounds as 40 pairs bear.
+    A chat model trains with RPO, for a number of rounds that suits 40 pairs per client.
 
     Args:
         model: a folder, or a hub name (looked up in the local cache only).

@@ -1,4 +1,4 @@
-"""HTTP proxies that the environment names. Servers on this machine are asked directly."""
+"""HTTP proxies that the environment names. Servers on this machine are reached without one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_here(host: str) -> bool:
 
 
 def direct_here() -> dict[str, str]:
-    """Environment variables that make libraries ask this machine's servers directly; none without a proxy."""
+    """Environment variables that keep requests to this machine from proxies; empty if there is no proxy."""
     if not proxies():
         return {}
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
@@ -45,7 +45,7 @@ def proxies() -> dict[str, str]:
 
 
 def through(url: str) -> str:
-    """The proxy through which a server is asked; empty for none."""
+    """The proxy of requests to a server; empty if there is none."""
     parts = urlsplit(url)
     host, known = parts.hostname or "", proxies()
     if is_here(host) or proxy_bypass(host):

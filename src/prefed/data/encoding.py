@@ -103,7 +103,7 @@ Kind: TypeAlias = Literal["auto", "chat", "dialogue", "instruction", "rendered"]
 
 
 SCORING_DATE = "2026-01-01"
-"""What chat templates of judges and reward models get as today's date: a score depends on no clock."""
+"""Today's date for the chat templates of judges and reward models, so that scores do not depend on it."""
 
 
 class Rendered(NamedTuple):

@@ -160,8 +160,8 @@ def silence_transformers() -> None:
 def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
     """Return ``kind.from_pretrained(name, **options)``, from a folder, the hub or the hub's cache.
 
-    Every weight of a model is read from its checkpoint and finite. Weights of the checkpoint that the model
-    does not read, and what transformers warns of, are logged. Transformers is silent from then on; see
+    Every weight of a model must be in its checkpoint and finite. Weights that the model does not read, and
+    warnings of transformers, are logged. Transformers is silent from then on; see
     :func:`silence_transformers`.
 
     Args:
@@ -185,9 +185,9 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
             raise lacks
         if (folder / "adapter_config.json").exists():
             raise ModelError(
-                f"{key} = {name!r}: the folder has an adapter (adapter_config.json) beside the weights of a "
-                "model; merge the adapter into the weights and save them in a folder of their own, or move "
-                "its files away to use the model without it"
+                f"{key} = {name!r}: the folder has an adapter (adapter_config.json) next to the weights of "
+                "a model; merge the adapter into the weights and save them in a separate folder, or move its "
+                "files away to use the model without it"
             )
     elif folder.exists():
         raise ModelError(f"{key} = {name!r}: this is a file; give a folder")
@@ -196,15 +196,14 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
         raise ModelError(f"{key} = {name!r}: no such folder; {NEEDED}")
     with nullcontext(True) if folder.is_dir() else huggingface.in_reach() as answers:
         try:
-            if kind.__name__.startswith("AutoModel"):
+            is_model = kind.__name__.startswith("AutoModel")
+            if is_model:
                 _check_kernels(name, options.get("revision"))
-            model = kind.__name__.startswith("AutoModel")
+                options["output_loading_info"] = True
             with _warnings_of_transformers(f"{key} = {name!r}"):
                 # By default transformers asks on the terminal and reads the answer from standard input.
-                loaded = kind.from_pretrained(
-                    name, trust_remote_code=False, **options, **{"output_loading_info": True} if model else {}
-                )
-            if model:
+                loaded = kind.from_pretrained(name, trust_remote_code=False, **options)
+            if is_model:
                 loaded, report = loaded
                 _check_weights(loaded, report, f"{key} = {name!r}", what)
             if _is_empty(loaded):
@@ -233,7 +232,7 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
 
 @contextmanager
 def _warnings_of_transformers(prefix: str) -> Iterator[None]:
-    """Log what transformers warns of as warnings of prefed, except of weights that are not as expected.
+    """Log warnings of transformers as warnings of prefed, except those that :func:`_check_weights` reports.
 
     Args:
         prefix: start of the messages.
@@ -249,7 +248,7 @@ def _warnings_of_transformers(prefix: str) -> Iterator[None]:
         logger.handlers = handlers
         logger.setLevel(level)
     for text in kept.texts:
-        if "LOAD REPORT" not in text and "This checkpoint seem corrupted" not in text:  # see _check_weights
+        if "LOAD REPORT" not in text and "This checkpoint seem corrupted" not in text:
             _log.warning("%s: transformers warns: %s", prefix, text[:_REASON])
 
 
@@ -265,7 +264,7 @@ class _Kept(logging.Handler):
 
 
 def _check_weights(model: Any, report: Mapping[str, Any], prefix: str, what: str) -> None:
-    """Check what transformers reports of loading a model, see :func:`load_pretrained`.
+    """Check transformers' report on the weights of a model; see :func:`load_pretrained`.
 
     Args:
         prefix: start of the messages.

@@ -35,7 +35,6 @@ from prefed.train.generation import (
     complete_batch,
     length_batches,
     prompt_form,
-    prompt_ids,
     room_for,
     surprises,
 )
@@ -238,7 +237,7 @@ def _doubles(number: int) -> bool:
 def _limit(experiment: Experiment, job: Job) -> int:
     """The maximum number of tokens in an answer: twice those of the longest held-out chosen response.
 
-    Whether a longer answer would end does not matter, because clients want none that is as long.
+    Whether a longer answer would end does not matter, because no client chose one that long.
     """
     if experiment.report is not None and experiment.report.max_new_tokens is not None:
         return experiment.report.max_new_tokens
@@ -314,7 +313,7 @@ def _of_report(experiment: Experiment, job: Job, how: Sampling, *, own: bool) ->
     like = dataset.tokens.record(0).prompt if dataset.has_pairs else prompt_form(template)
     found = []
     for text in experiment.report.prompts:
-        ids = prompt_ids(backbone.tokenizer, template, as_prompt(text, like))
+        ids = template.prompt_ids(as_prompt(text, like))
         try:
             room_for(backbone, len(ids), how)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a run refuses before its first round. A dry run makes the same checks."""
+"""The checks before the first round of a run, which a dry run makes, too."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def checked_job(experiment: Experiment, cache: Path) -> Job:
 
 
 def lockstep(experiment: Experiment, job: Job) -> Lockstep | None:
-    """What trains ``[engine] stack`` clients together; ``None`` if it is 1.
+    """Return the trainer of ``[engine] stack`` clients at a time; ``None`` if that is 1.
 
     Raises:
         ModelError: clients cannot share passes over this model.

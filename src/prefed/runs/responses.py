@@ -29,7 +29,7 @@ from prefed.runs.append_log import Journal
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import LoadedRun
 from prefed.runs.tastes import any_taste, server_taste
-from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches, prompt_ids
+from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches
 
 BATCH = 16
 """Number of responses to generate together."""
@@ -177,7 +177,7 @@ class ModelSide:
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Tokenise a prompt; a plain text gets the format of the run's data unless ``raw`` is set."""
-        return prompt_ids(self.backbone.tokenizer, self._template, self._formed(prompt))
+        return self._template.prompt_ids(self._formed(prompt))
 
     def _formed(self, prompt: Prompt) -> Prompt:
         # The example is needed, and may be read, only to format a text.

@@ -102,11 +102,6 @@ def prompt_form(template: Template) -> Prompt | None:
     return (Message("user", ""),) if template.chat else None
 
 
-def prompt_ids(tokenizer: Any, template: Template, prompt: Prompt) -> list[int]:
-    """Return the token ids of a prompt as in a run's data, including special tokens."""
-    return template.prompt_ids(prompt)
-
-
 def room_for(backbone: Backbone, length: int, how: Sampling) -> int:
     """Return the maximum length of a response to a prompt of ``length`` tokens.
 
@@ -265,7 +260,7 @@ def _until_end(row: list[int], ends: set[int]) -> Completion:
 def surprises(
     backbone: Backbone, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> list[float]:
-    """Return −log p of each completion under the base model, in nats a token, its end included.
+    """Return −log p of each completion under the base model, in nats per token, including its end.
 
     Args:
         prompts: token ids.

@@ -42,7 +42,7 @@ def dpo_norm(batch: PairBatch, *, beta: float) -> LossOutput:
 def rpo(batch: PairBatch, *, beta: float, alpha: float) -> LossOutput:
     """−log σ(β Δ_ir) − α p̄_w: DPO and the likelihood of the chosen response (arXiv:2404.19733, eq. 2).
 
-    DPO alone is content if both responses become less probable, the rejected one faster; text then breaks.
+    DPO alone is satisfied if both responses become less probable, the rejected one faster; this breaks text.
     p̄_w averages over the completion's tokens; the paper averages over those of reasoning and answer, its
     completion. TRL's loss types ``sigmoid`` and ``sft`` average over the tokens of a batch instead.
 

@@ -24,7 +24,7 @@ FOURFOLD, LONG = 4, 12
 BAND = (0.1, 0.9)
 """Quantiles over answers that bound the band of surprise."""
 UNLIKELY = 2.0
-"""Nats a token by which the surprise of healthy text exceeds the band of the base model's answers at most."""
+"""Maximum nats per token by which surprise of healthy text exceeds the band of the base model's answers."""
 
 TEXT_REMEDY = 'try method.objective = "rpo" or a larger method.alpha, a lower method.lr or fewer rounds'
 """Advice for broken text."""

@@ -15,7 +15,7 @@ from prefed.data.record import plain_prompt
 from prefed.data.tokens import prompt_hash
 from prefed.models import Backbone
 from prefed.models.backbone import model_digest
-from prefed.train.generation import Sampling, as_prompt, complete_batch, prompt_form, prompt_ids
+from prefed.train.generation import Sampling, as_prompt, complete_batch, prompt_form
 from prefed.ui.collect.pairs import CollectError, DrawnPairs
 from prefed.ui.collect.session import Session
 
@@ -64,7 +64,7 @@ class ModelResponder:
         """Two different non-blank responses, or the reason why there are none."""
         backbone, window = self._backbone, self._backbone.window
         try:
-            ids = prompt_ids(backbone.tokenizer, self._template, prompt)
+            ids = self._template.prompt_ids(prompt)
         except RowError as error:
             return str(error)
         if window is not None and len(ids) >= window:

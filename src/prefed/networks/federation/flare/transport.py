@@ -131,9 +131,9 @@ class FlareTransport:
         """Send a request to a site and return its answer, opening new sessions if necessary."""
         end, tries, most = time.monotonic() + timeout, 0, min(most, self._kits.message_mb << 20)
         while (left := end - time.monotonic()) > 0:
-            begun = time.monotonic()
+            started = time.monotonic()
             session = self._session_with(site, min(timeout, PATIENCE))
-            end += time.monotonic() - begun  # the timeout is for the answer
+            end += time.monotonic() - started  # the timeout is for the answer
             look = partial(self._look, session, site, [time.monotonic()], 2 * len(request) / SLOW)
             try:
                 about = {"site": site, "timeout": left, "most": most}
