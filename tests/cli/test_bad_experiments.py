@@ -241,7 +241,7 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "resume of rounds without a checkpoint": (lambda run: None, ["run", "exp.toml", "--out", "run", "--resume"], "run has no checkpoint/, which is needed to continue the run"),
     "resume of rounds without a commit": (lambda run: (run / "checkpoint/LOCK").touch(), ["run", "exp.toml", "--out", "run", "--resume"], "run is damaged: it has rounds, but run/checkpoint/COMMIT.json is missing; restore it, or start a new run with"),
     "resume of nothing": (lambda run: run.rename(run.parent / "other"), ["run", "exp.toml", "--out", "run", "--resume"], "run contains no run to resume (runs next to it: other)"),
-    "run below a file": (lambda run: (run.parent / "x").touch(), ["run", "exp.toml", "--out", "x/y"], "cannot write to x/y: Not a directory; choose another --out"),
+    "run below a file": (lambda run: (run.parent / "x").touch(), ["run", "exp.toml", "--out", "x/y"], "x is not a folder; choose another --out"),
     "example over pairs": (lambda run: (run.parent / "pairs.jsonl").touch(), ["init", "local", "--example"], "pairs.jsonl exists; choose an --out in another folder, or --force to replace it"),
     "resume of broken settings": (lambda run: (broken("config.toml", "a =")(run), (run / "checkpoint/LOCK").touch(), (run / "rounds.jsonl").unlink()), ["run", "exp.toml", "--out", "run", "--resume"], "run/config.toml is damaged: "),
 }  # fmt: skip

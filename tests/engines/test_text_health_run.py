@@ -136,7 +136,8 @@ def test_a_round_whose_text_breaks_is_warned_of_once_and_never_the_best(tmp_path
     (warning,) = listener.texts
     assert warning == (
         f"round {best}: the models' text breaks: 10 of 20 answers loop; the base model: 0; "
-        'try method.objective = "rpo" or a larger method.alpha, a lower method.lr or fewer rounds'
+        'try method.objective = "rpo" or a larger method.objective_settings.alpha, a lower method.lr or '
+        "fewer rounds"
     )
     listener = toy.Warned()
     toy.run(tmp_path / "broken", callback=listener, answers=written([0.5] * 5), **options)

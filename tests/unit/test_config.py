@@ -17,6 +17,7 @@ from prefed.engines.job import JobError
 from prefed.methods import METHODS
 from prefed.runs.build import config_error
 from prefed.train.losses import OBJECTIVES
+from prefed.train.metrics import TEXT_REMEDY
 
 BASE = """
 rounds = 3
@@ -109,6 +110,13 @@ def test_what_is_wrong_is_named_with_what_would_do(file, override, words):
     with pytest.raises(ConfigError) as caught:
         Experiment.load(file, [override])
     assert words in str(caught.value)
+
+
+def test_the_advice_for_broken_text_can_be_followed(file):
+    keys = re.findall(r"method\.[a-z_.]+", TEXT_REMEDY)
+    assert keys == ["method.objective", "method.objective_settings.alpha", "method.lr"]
+    experiment = Experiment.load(file, [f"{keys[0]}=rpo", f"{keys[1]}=2", f"{keys[2]}=0.5"])
+    assert experiment.method.settings.goal().settings["alpha"] == 2.0
 
 
 def test_everything_wrong_is_named_at_once(file):

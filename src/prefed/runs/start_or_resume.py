@@ -264,11 +264,12 @@ def refuse_existing(experiment: Experiment, path: Path, resume: bool) -> None:
     except StoreError as error:
         try:
             config = parse_toml((path / "config.toml").read_text("utf-8"), "its config.toml")
+            own = fitted(experiment).tables()
         except (OSError, ValueError):
             raise error from None
         lines = [
             f"\n  {name}: {before!r} → {after!r}"
-            for name, (before, after) in differing(config, fitted(experiment).tables()).items()
+            for name, (before, after) in differing(config, own).items()
             if not _changes_nothing(name) and (name, after) != ("engine.threads", None)
         ]
         which = "that run has other settings (run → given):" if lines else "that run has the same settings"

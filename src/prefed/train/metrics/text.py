@@ -26,7 +26,10 @@ BAND = (0.1, 0.9)
 UNLIKELY = 2.0
 """Maximum nats per token by which surprise of healthy text exceeds the band of the base model's answers."""
 
-TEXT_REMEDY = 'try method.objective = "rpo" or a larger method.alpha, a lower method.lr or fewer rounds'
+TEXT_REMEDY = (
+    'try method.objective = "rpo" or a larger method.objective_settings.alpha, a lower method.lr or fewer '
+    "rounds"
+)
 """Advice for broken text."""
 
 
