@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +14,7 @@ from prefed.data import synthetic
 from prefed.models.tiny import make_tiny
 from prefed.store import RunReader
 from prefed.ui.cli import app
-from waiting import WATCHDOG
+from waiting import WATCHDOG, until
 
 runs = CliRunner()
 
@@ -44,8 +43,7 @@ def test_twenty_choices_train_a_client(tmp_path):
     )  # fmt: skip
     browser = Browser(link)
     for done in range(20):
-        while browser.get("/state") == "wait":
-            time.sleep(0.05)
+        until(lambda: browser.get("/state") != "wait", "the next pair")
         browser.get()
         assert f"{done} of 20" in browser.text
         answers = browser.text.split('<div class="text" dir="auto">')[-2:]

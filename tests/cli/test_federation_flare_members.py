@@ -2,13 +2,12 @@
 
 import importlib
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from prefed.networks.federation.transport import FederationError, UnreachableError
-from waiting import WATCHDOG
+from waiting import WATCHDOG, until
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
@@ -36,8 +35,7 @@ def test_no_member_ends_the_session_of_the_others(tmp_path, monkeypatch):
             with pytest.raises(UnreachableError, match=r"not joined the session within 30|not connected"):
                 ask(site, b"1 ", WATCHDOG, 99)
             assert ask("north", b"2 ", WATCHDOG, 99) == b"2 north"
-        while "slow" not in place.transport._inside:
-            time.sleep(0.5)
+        until(lambda: "slow" in place.transport._inside, "the slow site to join")
         assert ask("slow", b"3 ", WATCHDOG, 99) == b"3 slow"
         assert ask("north", b"3 ", WATCHDOG, 99) == b"3 north"
         assert place.transport._session == session

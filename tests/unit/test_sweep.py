@@ -196,7 +196,7 @@ def test_a_rate_that_breaks_text_is_not_selected_unless_all_do(tmp_path, broken,
     (row,) = json.loads((tmp_path / "toy.json").read_text())
     assert (row["lr"], 9e-3 in row["broken"], len(row["health"])) == (best, True, 3)
     head, _, _, line = (tmp_path / "toy.md").read_text().splitlines()
-    place = head.split(" | ").index("whole text")
+    place = head.split(" | ").index("healthy text")
     assert line.split(" | ")[place] == whole
 
 

@@ -12,7 +12,7 @@ from prefed.core import files
 from prefed.runs.sweep import SweepCell
 from prefed.runs.sweep_child import NEWCOMERS
 from prefed.train.metrics import seed_interval
-from prefed.ui.pages.sweep import WHOLE, Outcome, code, rate, sent, whole_texts
+from prefed.ui.pages.sweep import HEALTHY, Outcome, code, healthy_texts, rate, sent
 from prefed.ui.pages.tables import Row, Table, markdown
 
 METRICS = ("reward_accuracy", "preference_accuracy", NEWCOMERS)
@@ -98,12 +98,12 @@ def _table(task: Mapping[str, Any]) -> Table:
     columns = [f"{leading}.mean", f"{leading}.worst"]
     columns += [f"{name}.mean" for name in METRICS if name != leading]
     columns = [key for key in columns if any(each.get(key) for each in finished)]
-    text = [WHOLE] if any("health" in each for each in finished) else []
+    text = [HEALTHY] if any("health" in each for each in finished) else []
     rows: list[Row] = []
     for each in finished:
         cells = [with_interval(values) if (values := each.get(key)) else "" for key in columns]
         cost = [
-            *(whole_texts(each) for _ in text),
+            *(healthy_texts(each) for _ in text),
             sent(each["bytes"]),
             f"{statistics.fmean(each['seconds']):.0f}",
             code(each),

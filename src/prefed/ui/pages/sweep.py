@@ -19,7 +19,7 @@ from prefed.ui.pages.comparison_data import ChosenCase, plus_minus
 from prefed.ui.pages.tables import Table, markdown
 
 SELECTED = "best round, selected on test"
-WHOLE = "whole text"
+HEALTHY = "healthy text"
 """Heading of the number of seeds whose text is not broken."""
 FEW = 5
 """Maximum number of clients with separate values."""
@@ -67,7 +67,7 @@ def _rate_was_chosen(outcome: Outcome) -> bool:
 def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
     columns = [(name, key) for name, key in COLUMNS if any(each.get(key) for each in outcomes)]
     paper = ["paper"] if any("paper" in each for each in outcomes) else []
-    text = [WHOLE] if any("health" in each for each in outcomes) else []
+    text = [HEALTHY] if any("health" in each for each in outcomes) else []
     head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns), *text]
     first = ["base model", "", "", *("" for _ in paper)]
     for _, key in columns:
@@ -77,7 +77,7 @@ def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
     for each in sorted(outcomes, key=lambda each: -statistics.mean(each["preference_accuracy.mean"])):
         figures = [plus_minus(each.get(key, ())) for _, key in columns]
         theirs = [_paper(each) for _ in paper]
-        health = [whole_texts(each) for _ in text]
+        health = [healthy_texts(each) for _ in text]
         cells = [*rate(each), *theirs, *figures, *health, sent(each["bytes"]), code(each)]
         lines.append([each["text"], *cells])
     return _table([*head, "MB sent", "commit"], lines)
@@ -152,10 +152,10 @@ def _paper(outcome: Outcome) -> str:
     return str(outcome.get("paper", {}).get("figure", ""))
 
 
-def whole_texts(outcome: Outcome) -> str:
+def healthy_texts(outcome: Outcome) -> str:
     """The number of seeds whose text is no worse than the base model's; empty if it was not measured.
 
-    >>> whole_texts({})
+    >>> healthy_texts({})
     ''
     """
     texts = outcome.get("health", ())
