@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,11 +135,19 @@ def _inputs(
     }
 
 
-def _file_names(config: DataConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """Return path → name of the files in source folders: those that are read, and the others.
+class _FileNames(NamedTuple):
+    """Names of the files in source folders.
 
-    The others are of an unknown type or of another split.
+    Attributes:
+        read: path → name of those that are read.
+        ignored: those of an unknown type or of another split.
     """
+
+    read: dict[str, str]
+    ignored: tuple[str, ...]
+
+
+def _file_names(config: DataConfig) -> _FileNames:
     read, found = set[Path](), dict[Path, str]()
     for role, _, source in config.sources():
         folder = Path(source.path).expanduser()
@@ -147,10 +155,10 @@ def _file_names(config: DataConfig) -> tuple[dict[str, str], dict[str, str]]:
             read.update(data_files(folder, source.split or role))
             names = [*map(folder.joinpath, other_files(folder)), *data_files(folder)]
             found |= {file: (folder.name / file.relative_to(folder)).as_posix() for file in names}
-    ours, others = (
-        {str(f): name for f, name in found.items() if (f in read) == own} for own in (True, False)
+    return _FileNames(
+        {str(file): name for file, name in found.items() if file in read},
+        tuple(name for file, name in found.items() if file not in read),
     )
-    return ours, others
 
 
 def _build(
@@ -159,7 +167,7 @@ def _build(
     key: Key,
     folder: Path,
     inputs: Mapping[str, Any],
-    names: tuple[dict[str, str], dict[str, str]],
+    names: _FileNames,
     selector: SelectorConfig | None,
 ) -> None:
     counts = ReadCounts()
@@ -177,7 +185,7 @@ def _build(
         flipped = _flipped(config, assignment, splits.ids)
         findings = _findings(config, table, writer, splits).model_copy(
             update={
-                "ignored": tuple(names[1].values()),
+                "ignored": names.ignored,
                 "unread": _unread(config, counts, selector),
                 "promptless": counts.promptless,
                 "implicit": counts.implicit,
@@ -185,7 +193,7 @@ def _build(
                 "garbled": dict(sorted(counts.garbled.items())),
                 "empty": tuple(
                     name
-                    for path, name in names[0].items()
+                    for path, name in names.read.items()
                     if config.rows is None and path not in counts.files
                 ),
             }
