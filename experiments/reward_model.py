@@ -58,8 +58,9 @@ def untrained(name: str, max_length: int, folder: str) -> None:
     """Write a causal model's trunk with a random head, and its tokenizer."""
     tokenizer = load_pretrained(AutoTokenizer, "--model", name, "tokenizer")
     tokenizer.model_max_length = min(tokenizer.model_max_length, max_length)
-    model = load_pretrained(
-        AutoModelForSequenceClassification, "--model", name, "model", num_labels=1, dtype=torch.float32
+    # The head is new, so the checkpoint need not have all weights of the model.
+    model = AutoModelForSequenceClassification.from_pretrained(
+        name, num_labels=1, dtype=torch.float32, trust_remote_code=False
     )
     for part in (model, tokenizer):
         part.save_pretrained(folder)

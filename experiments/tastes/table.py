@@ -28,7 +28,8 @@ from prefed.core import Tensors, files
 from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import active_units
 from prefed.runs.loaded_run import LoadedRun
-from prefed.runs.tastes import COLLAPSED_BELOW, read_tastes
+from prefed.runs.tastes import read_tastes
+from prefed.train.metrics import GAINS_FROM
 from prefed.train.metrics.tastes import kl_per_dimension, transfer
 
 CONTEXTS = (2, 4, 8, 16)
@@ -244,7 +245,7 @@ def collapses(cells: Cells) -> list[str]:
         for row, runs in rows.items():
             gaps = [run["own"] - run["another"] for run in runs if "another" in run]
             if gaps:
-                dead = sum(gap < COLLAPSED_BELOW for gap in gaps)
+                dead = sum(gap < GAINS_FROM for gap in gaps)
                 text = f"own z less another's {printed(gaps)}; collapsed in {dead} of {len(gaps)} runs"
                 lines.append(f"- {mix}, {row}: {text}")
     return lines

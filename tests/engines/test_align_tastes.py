@@ -133,7 +133,7 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
     tastes, a judge with one, and an unknown client are refused. Opposed tastes are warned of."""
     align_run(finished, config(place, taste="population"))
     settings = json.loads((finished / "align/stages/labels.json").read_text())["settings"]
-    assert settings == {"labels": "majority", "pairs": "best"}
+    assert settings == {"labels": "majority"}
     with pytest.raises(AlignError, match=r"taste: None → 'prototype:1'"):
         align_run(finished, config(place, taste="prototype:1"))
     labels = [(finished / "align/scores.jsonl").read_bytes()]

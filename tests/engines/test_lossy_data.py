@@ -133,7 +133,8 @@ def test_a_site_tells_its_own_people_alone(tmp_path):
     site.close()
     order = json.loads((tmp_path / "site-w0/runs" / request["run"] / "order.json").read_bytes())
     assert order["experiment"] == text
-    (line,) = lines
+    unused, line = lines
+    assert unused == "columns not used: worker"
     assert "7 of 10 rows are used; left out: 3 longer than max_length" in line
     assert "'w0' (3 of 10)" in line
     assert any(line in shown for shown in status_lines(config, 5))

@@ -67,7 +67,7 @@ def test_no_answer_of_a_client_holds_its_text(place, tmp_path, monkeypatch, case
     method, model = CASES[case]
     (tmp_path / "metric.py").write_text(METRIC)
     monkeypatch.chdir(tmp_path)
-    plugins.allow("./metric.py", remember=False)
+    plugins.allow("./metric.py")
     answers, real, jobs = [], backends.run_task, []
 
     def seen(job, task, states):

@@ -104,9 +104,8 @@ def test_a_run_records_its_kernels_and_keeps_them_when_it_is_resumed(machine, tm
 
     def experiment(**model):
         tables = {"name": checkpoint(tmp_path), "dtype": "float32", **model}
-        return Experiment.from_tables(
-            {"rounds": 1, "data": data, "method": "feddpo", "model": tables, "engine": {"workers": 2}}, "file"
-        )
+        rest = {"method": "feddpo", "engine": {"workers": 2}, "evaluate": {"text": 0}}
+        return Experiment.from_tables({"rounds": 1, "data": data, "model": tables, **rest}, "file")
 
     run = fitted(experiment())
     assert run.tables()["model"]["kernels"] == "liger"

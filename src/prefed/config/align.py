@@ -131,10 +131,10 @@ class AlignConfig(StrictModel):
         "judge:reward:FOLDER",
     )
     pairs: Literal["best", "all"] = Field(
-        "best",
-        description="labelled pairs to train on: best, for each prompt the one with the largest margin, "
-        "usually its best completion against its worst, without prompts whose margin is in the lowest "
-        "quarter of all pairs; or all",
+        "all",
+        description="labelled pairs to train on: all, or best, for each prompt the one with the largest "
+        "margin, usually its best completion against its worst, without prompts whose margin is in the "
+        "lowest quarter of all pairs",
     )
     judge: JudgeConfig | None = Field(None, description="settings of the judge in labels")
     taste: str | None = Field(

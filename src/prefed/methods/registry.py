@@ -25,7 +25,7 @@ class MethodKind:
     Attributes:
         name: the name in summaries and, of a method of prefed, the value of ``[method] name``.
         title: one-line description.
-        personal: by default, each client ends with its own model.
+        personal: by default, each client gets a personal model.
         rounds: value of ``rounds`` written by ``prefed init``; ``None`` for the default of an experiment.
         serverless: the method runs on a graph of neighbours, by default the default ``[graph]``.
         module: name of the module with ``SOURCE``, ``Settings``, ``needs`` and ``build``; in a file of your
@@ -124,10 +124,7 @@ METHODS = Registry(
         for kind in (
             MethodKind("feddpo", "DPO with federated averaging"),
             MethodKind(
-                "decdpo",
-                "DPO without a server: each client mixes with its neighbours",
-                personal=True,
-                serverless=True,
+                "decdpo", "DPO without a server: each client mixes with its neighbours", serverless=True
             ),
             MethodKind("fedsft", "supervised fine-tuning on the chosen responses with federated averaging"),
             MethodKind("fedprox", "FedDPO with a proximal term towards the shared model"),

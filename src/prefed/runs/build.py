@@ -103,7 +103,7 @@ def of_parent(experiment: Experiment) -> Experiment:
     busy = experiment.report is not None or "latent" in experiment.parts
     if backend_name(engine.name, engine.workers) == "in_process" or busy:
         return experiment
-    if answered_prompts(experiment, load_tokenizer(model)):
+    if experiment.evaluate.text != 0 and answered_prompts(experiment, load_tokenizer(model)):
         return experiment
     if model.quantize is not None or model.dtype == "float16":
         return experiment

@@ -97,7 +97,9 @@ def methods() -> None:
     for name in METHODS:
         try:
             kind = METHODS[name]
-            table.add_row(name, kind.title, "personal models" if kind.personal else "one model", kind.source)
+            # Without a server, each client ends with its own model.
+            models = "personal models" if kind.personal or kind.serverless else "one model"
+            table.add_row(name, kind.title, models, kind.source)
         except PluginError as error:
             table.add_row(name, str(error))
     for name in entry_points("methods").keys() & METHODS.builtin.keys():
