@@ -41,7 +41,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(prefed.runs.preflight, "build_job", toy.of_experiment)
     monkeypatch.setattr(prefed.runs.run, "describe_data", lambda dataset: {})
     monkeypatch.setattr(prefed.runs.run, "announce", lambda *arguments: None)
-    monkeypatch.setattr(prefed.runs.run, "RoundAnswers", lambda *arguments: None)
+    monkeypatch.setattr(prefed.runs.run, "round_answers", lambda *arguments: None)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "toy").mkdir()
     (tmp_path / "exp.toml").write_text(FILE)
