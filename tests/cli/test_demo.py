@@ -72,7 +72,7 @@ def test_a_given_model_answers_the_same_prompts_before_and_after(
     model, the shared one and two clients' own. A second call finds the model of the first."""
     for name, value in {"CHAT_TRAIN": 4, "CHAT_TEST": 2}.items():
         monkeypatch.setattr(demo, name, value)
-    settings = {"rounds": 1, "max_length": 512, "training": "lr = 1e-3\nlocal_steps = 1", "every": 1}
+    settings = {"rounds": 1, "data": "max_length = 512", "training": "lr = 1e-3\nlocal_steps = 1", "every": 1}
     monkeypatch.setattr(demo, "CHAT", settings)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.setenv("COLUMNS", "100")

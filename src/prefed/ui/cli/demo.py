@@ -36,7 +36,7 @@ rounds = {rounds}
 train = "train.jsonl"                   # your own JSON lines go here: prompt, chosen, rejected
 test = "test.jsonl"
 partition = {{ by = "column", column = "client" }}
-max_length = {max_length}
+{data}
 
 [model]
 name = {model}                          # or any causal language model: a folder or a hub name
@@ -55,14 +55,15 @@ threads = 1
 """
 TINY = {
     "rounds": 10,
-    "max_length": 128,
+    "data": "max_length = 128\n"
+    'metadata = ["utility_chosen", "utility_rejected"]   # for `prefed judge --judge utility`',
     "model": '"model"',
     "training": "lr = 3e-3",
     "report": "",
 }
 CHAT = {
     "rounds": 3,
-    "max_length": 512,
+    "data": "max_length = 512",
     "training": "lr = 3e-3\nlocal_steps = 5\nbatch_size = 4",
 }
 OBJECTIVE = (
