@@ -1,4 +1,4 @@
-"""How the answers of runs of answers.toml suit the taste of a client, beside those of the base model.
+"""How the answers of runs of answers.toml suit the taste of a client, next to those of the base model.
 
     python experiments/smollm2/answers_table.py runs/answers/1e-3/answers/*
 
