@@ -1,6 +1,7 @@
 """Folders of models from somebody else: nothing in them is run."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from transformers import (
     modeling_utils,
 )
 from transformers.integrations.accelerate import _get_device_map
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key
@@ -444,9 +445,14 @@ def test_a_config_with_more_layers_than_the_file_is_refused_and_with_fewer_is_re
     assert "the model does not read these weights of the checkpoint: model.layers.1." in record.getMessage()
 
 
-def test_what_transformers_warns_of_is_logged_once(tmp_path, caplog, monkeypatch):
-    """An unknown key of the rotary settings is ignored, so the model may not be the one that was trained."""
+@pytest.mark.parametrize("propagate", [False, True])
+def test_what_transformers_warns_of_is_logged_once(tmp_path, caplog, monkeypatch, propagate):
+    """An unknown key of the rotary settings is ignored, so the model may not be the one that was trained.
+
+    Transformers hands its messages on to Python's root logger where the variable CI is set.
+    """
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", propagate)
     changed_weights(tmp_path / "m", lambda weights: weights)
     path = tmp_path / "m" / "config.json"
     rope = {"rope_type": "default", "rope_theta": 10000.0, "stretch": 2.0}
@@ -490,15 +496,15 @@ def test_loading_writes_nothing_to_the_terminal(tmp_path, capfd, monkeypatch):
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    logging.enable_progress_bar()
-    logging.set_verbosity_warning()
+    transformers_logging.enable_progress_bar()
+    transformers_logging.set_verbosity_warning()
     capfd.readouterr()
     AutoModelForCausalLM.from_pretrained(folder)
     assert "Loading weights" in capfd.readouterr().err
     load(folder)
     assert capfd.readouterr() == ("", "")
-    logging.enable_progress_bar()
+    transformers_logging.enable_progress_bar()
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")
     load(folder)
     assert "Loading weights" in capfd.readouterr().err
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()

@@ -238,15 +238,17 @@ def _warnings_of_transformers(prefix: str) -> Iterator[None]:
         prefix: start of the messages.
     """
     logger, kept = logging.getLogger("transformers"), _Kept(logging.WARNING)
-    handlers, level = logger.handlers, logger.level
+    handlers, level, propagate = logger.handlers, logger.level, logger.propagate
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logger.handlers = [kept]
         logger.setLevel(logging.WARNING)
+        logger.propagate = False  # transformers sets it where the variable CI is set
     try:
         yield
     finally:
         logger.handlers = handlers
         logger.setLevel(level)
+        logger.propagate = propagate
     for text in kept.texts:
         if "LOAD REPORT" not in text and "This checkpoint seem corrupted" not in text:
             _log.warning("%s: transformers warns: %s", prefix, text[:_REASON])
