@@ -29,7 +29,7 @@ scalar OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default
 avx2 OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2
 mkl OMP_NUM_THREADS=1 MKL_CBWR=AVX2
 onednn OMP_NUM_THREADS=1 DNNL_MAX_CPU_ISA=AVX2
-threads OMP_NUM_THREADS=2
+threads OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive
 END
 "${PYTHON:-.venv/bin/python}" tests/closeness.py "$work"/plain "$work"/scalar "$work"/avx2 "$work"/mkl "$work"/onednn "$work"/threads
 exit $failed
