@@ -54,8 +54,10 @@ def in_process(out, made):
 def test_peers_have_the_numbers_of_one_process(place, tmp_path, method, graph, exact):
     """Twin: the run in one process. A row is summed in float64, around the first model of the neighbourhood
     here, and around the first of all there; on the complete graph these are one, and all bits agree.
-    Elsewhere SGD leaves a difference of rounding as small as it is: AdamW divides by gradients near zero."""
+    Elsewhere SGD leaves a difference of rounding as small as it is: AdamW divides by gradients near zero.
+    So a peer's own model answers its prompts as its client's does in the run in one process."""
     made = experiment(place, method, graph, **({} if exact else {"optimizer": "sgd", "lr": 0.5}))
+    made = made.model_copy(update={"evaluate": made.evaluate.model_copy(update={"text": 6})})
     ours, theirs = whole(tmp_path / "peers", [made] * 3), in_process(tmp_path / "run", made)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other) if exact else torch.allclose(one, other, rtol=0, atol=1e-6)
@@ -69,6 +71,10 @@ def test_peers_have_the_numbers_of_one_process(place, tmp_path, method, graph, e
         told = record["evaluation"]["preference_accuracy"]["per_client"]
         for client, each in zip(CLIENTS, own, strict=True):
             assert each["evaluation"]["preference_accuracy"]["per_client"] == {client: told[client]}
+            text = each["evaluation"]["text"]["own"]["per_client"]
+            assert {name: own["answers"] for name, own in text.items()} == {client: 2}
+            if exact:
+                assert text[client] == record["evaluation"]["text"]["own"]["per_client"][client]
 
 
 @pytest.fixture(scope="module")

@@ -764,7 +764,7 @@ def test_a_site_refuses_code_that_differs_from_the_hubs(package, ward, tmp_path)
     known = json.loads(order.read_text())
     config = site_config(ward, tmp_path, "w0", limits={"code": ["lgfedavg"]})
     experiment = started_experiment(known, config)
-    factory = site_factory(experiment, tmp_path / "cache", known["names"], known["members"])
+    factory = site_factory(experiment, tmp_path / "cache", tmp_path, known["names"], known["members"])
     assert build_site_job(factory.text).method.name == "lgfedavg"
     install(METHOD + "# upgraded")
     with pytest.raises(ConfigError, match=f"lgfedavg from lgpack: the hub has 1.5 .SHA-256 {hubs}"):

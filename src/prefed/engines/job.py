@@ -50,6 +50,13 @@ class JobError(ValueError):
         self.field, self.problem, self.split = field, problem, split
 
 
+class ClientAnswers(Protocol):
+    """Lets a client's models answer prompts of its own, as :class:`prefed.runs.answers.SiteAnswers`."""
+
+    def __call__(self, client: str, private: State, published: Download, number: int) -> str:
+        """Write the answers that are due after round ``number``; return a line about them, or ``""``."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A run, independent of where it runs and where its results are stored.
@@ -78,6 +85,7 @@ class Job:
         metrics: metrics from outside prefed, for every evaluation.
         thumbs: clients train on thumbs, so evaluations may have their metrics.
         offences: number of bad uploads after which a client is set aside; ``None``: no limit.
+        answers: writes what a client's models answer when it is evaluated; ``None``: nothing.
 
     Raises:
         FleetError: the fleet cannot complete a round.
@@ -109,6 +117,7 @@ class Job:
     offences: int | None = None
     metrics: tuple[Metric, ...] = ()
     thumbs: bool = False
+    answers: ClientAnswers | None = None
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)

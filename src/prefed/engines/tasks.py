@@ -88,6 +88,7 @@ class TaskResult:
         broken: the answer was malformed, which counts as a bad upload; ``withheld`` says why.
         asked: ``asked`` of the task.
         report: numbers of an upload to neighbours for the round log, which are not sent to them.
+        note: a line for the log on the client's side, which is not sent.
     """
 
     client: str
@@ -96,6 +97,7 @@ class TaskResult:
     asked: int = 0
     report: Mapping[str, float] = field(default_factory=dict)
     broken: bool = False
+    note: str = ""
 
 
 def run_task(job: Job, task: Task, states: ClientStates) -> TaskResult:
@@ -140,14 +142,16 @@ def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
 
 
 def _evaluate(job: Job, task: Task, states: ClientStates) -> TaskResult:
-    published = decode_download(task.message)
+    published, note = decode_download(task.message), ""
     if task.client in job.unseen:
         figures = evaluate_newcomer(job, task.client, published, task.round)
     else:
         private = _decoded(job, task.client, states.read(task.client))
         score = own_pairs(job, task.client, task.split or job.split)
         figures = evaluate_client(job, task.client, private, published, task.round, score)
-    return TaskResult(task.client, json.dumps(figures).encode())
+        if job.answers is not None:
+            note = job.answers(task.client, private, published, task.round)
+    return TaskResult(task.client, json.dumps(figures).encode(), note=note)
 
 
 def _decoded(job: Job, client: str, stored: bytes | None) -> State:

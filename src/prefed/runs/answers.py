@@ -7,10 +7,11 @@ clients' own, and held-out ones, by the base model, the shared one and that of t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, cast
+from pathlib import Path
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from prefed.data.record import plain_prompt
 from prefed.engines import ClientStates, Job
 from prefed.models import Backbone
 from prefed.runs.build import answered_prompts
-from prefed.runs.finished_run import ANSWERS, Answer, no_client, prompt_text, read_answers
+from prefed.runs.finished_run import ANSWERS, SITE_TEXT, Answer, no_client, prompt_text, read_answers
 from prefed.runs.summary import mean_models
 from prefed.store import RunWriter
 from prefed.train.generation import (
@@ -38,7 +39,7 @@ from prefed.train.generation import (
     room_for,
     surprises,
 )
-from prefed.train.metrics import WrittenAnswer, text_health, without_numbers
+from prefed.train.metrics import WrittenAnswer, health_sentence, text_health, without_numbers
 from prefed.train.metrics.text import BAND
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -48,6 +49,11 @@ SHOWN = 2
 """Clients whose models answer where ``[report]`` names none."""
 TOKENS = (64, 256)
 """Lowest and highest limit of tokens in an answer, where ``[report]`` sets none."""
+
+_Model: TypeAlias = tuple[Literal["shared", "own"], str | None, Tensors]
+"""A trained model that answers: whose it is, and its client."""
+_Written: TypeAlias = dict[str, list[tuple[str | None, WrittenAnswer]]]
+"""Model → its measured answers, with the client whose own it is."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,87 @@ class _Asked:
     chosen: tuple[int, ...] = ()
 
 
-class RoundAnswers:
+class _Answers:
+    """The held-out prompts of a run, and what its models answer to them."""
+
+    def __init__(self, experiment: Experiment, job: Job, *, own: bool) -> None:
+        self._job, self._own = job, own and has_own_models(job)
+        self._trainers = cast(PairTrainerFactory, job.trainers)
+        self._how = Sampling(max_tokens=_limit(experiment, job), temperature=0)
+        count = answered_prompts(experiment, self._trainers.backbone.tokenizer)
+        self._held_out = held_out_prompts(job, count, self._how, own=self._own)
+        self._often = experiment.stop is not None or bool(experiment.evaluate.text)
+        self._base = dict[_Asked, WrittenAnswer]()
+
+    def _measures(self, number: int, *, last: bool) -> bool:
+        return last or (self._often and self._job.evaluates(number))
+
+    def _answer(
+        self,
+        number: int,
+        due: Sequence[_Asked],
+        measured: Collection[_Asked],
+        known: Sequence[Answer],
+        models: Iterable[_Model],
+    ) -> tuple[list[Answer], _Written]:
+        """Let the base model and ``models`` answer; return the rows of the file, and the measured answers.
+
+        Args:
+            measured: those of ``due`` whose answers are measured.
+            known: the rows that stay.
+        """
+        rows, answers = list[Answer](), _Written()
+        shared = list[tuple[Tensors, dict[_Asked, WrittenAnswer]]]()
+        with timed("answers", f"round {number}"):
+            shown = {(row.prompt, row.holder) for row in known if row.model == "untouched"}
+            new = [each for each in due if each in measured or (each.prompt, each.holder) not in shown]
+            self._base |= self._write(
+                self._trainers.backbone.reference, [each for each in new if each not in self._base]
+            )
+            first = [_row(0, "untouched", None, each, self._base[each]) for each in new]
+            known = [*known, *(row for row in first if (row.prompt, row.holder) not in shown)]
+            answers["base"] = [(None, self._base[each]) for each in due if each in measured]
+            for model, client, tensors in models:
+                asked = [each for each in due if client is None or client in each.clients]
+                # A client without personal parts, such as a peer, has the published model.
+                same = next((written for each, written in shared if each.equal(tensors)), None)
+                written = same or self._write(tensors, asked)
+                shared += [(tensors, written)] if model == "shared" else []
+                rows += [_row(number, model, client, each, written[each]) for each in asked]
+                own = [(client, written[each]) for each in asked if each in measured]
+                answers[model] = [*answers.get(model, ()), *own]
+        return [*sorted(known, key=lambda row: row.round), *rows], answers
+
+    def _record(self, answers: _Written) -> TextRecord:
+        record = _health(answers)
+        if self._chosen:
+            record["base"]["chosen_surprise"] = float(np.quantile(self._chosen, BAND[1]))
+        return record
+
+    @cached_property
+    def _chosen(self) -> list[float]:
+        """Surprise of the chosen responses to the held-out prompts."""
+        known = [each for each in self._held_out if each.chosen]
+        chosen = [Completion([*each.chosen[:-1]], each.chosen[-1]) for each in known]
+        return surprises(self._trainers.backbone, [each.ids for each in known], chosen)
+
+    def _write(self, tensors: Tensors, asked: Sequence[_Asked]) -> dict[_Asked, WrittenAnswer]:
+        """Generate the answers of a model, and score them with the base model."""
+        backbone, answers = self._trainers.backbone, dict[_Asked, WrittenAnswer]()
+        backbone.dropout()
+        for batch in length_batches([each.ids for each in asked], BATCH):
+            prompts = [asked[k] for k in batch]
+            ids = [each.ids for each in prompts]
+            completions = complete_batch(backbone, tensors, ids, self._how, [Key(0)] * len(ids))
+            scores = surprises(backbone, ids, completions)
+            for each, (tokens, end), score in zip(prompts, completions, scores, strict=True):
+                text = continuation_text(backbone.tokenizer, each.ids, tokens)
+                worded = without_numbers(backbone.tokenizer, tokens)
+                answers[each] = WrittenAnswer(each.turn, text, tokens, end is not None, score, worded)
+        return answers
+
+
+class RoundAnswers(_Answers):
     """Writes the answers of a round before its commit, and measures those to held-out prompts.
 
     Prompts of ``[report]`` are answered after rounds 1, 2, 4, 8, … and the last. Held-out prompts are
@@ -85,15 +171,9 @@ class RoundAnswers:
     """
 
     def __init__(self, experiment: Experiment, job: Job, writer: RunWriter, *, personal: bool = True) -> None:
-        self._job, self._writer = job, writer
-        self._trainers = cast(PairTrainerFactory, job.trainers)
-        self._how = Sampling(max_tokens=_limit(experiment, job), temperature=0)
-        own = personal and job.method.personal
-        self._reported = _of_report(experiment, job, self._how, own=own) if experiment.report else []
-        count = answered_prompts(experiment, self._trainers.backbone.tokenizer)
-        self._held_out = held_out_prompts(job, count, self._how, own=own)
-        self._often = experiment.stop is not None or bool(experiment.evaluate.text)
-        self._base = dict[_Asked, WrittenAnswer]()
+        super().__init__(experiment, job, own=personal)
+        self._writer = writer
+        self._reported = _of_report(experiment, job, self._how, own=self._own) if experiment.report else []
 
     def __call__(
         self,
@@ -115,7 +195,7 @@ class RoundAnswers:
         Returns:
             ``None`` if no answers are measured.
         """
-        measures = last or (self._often and self._job.evaluates(number))
+        measures = self._measures(number, last=last)
         due = [
             *(self._reported if last or _doubles(number) else ()),
             *(self._held_out if measures else ()),
@@ -123,40 +203,10 @@ class RoundAnswers:
         if not due:
             return None
         measured = {*(self._held_out or self._reported)} if measures else set[_Asked]()
-        known, rows = self._kept(number), list[Answer]()
-        answers: dict[str, list[tuple[str | None, WrittenAnswer]]] = {}
-        with timed("answers", f"round {number}"):
-            shown = {(row.prompt, row.holder) for row in known if row.model == "untouched"}
-            new = [each for each in due if each in measured or (each.prompt, each.holder) not in shown]
-            self._base |= self._write(
-                self._trainers.backbone.reference, [each for each in new if each not in self._base]
-            )
-            first = [_row(0, "untouched", None, each, self._base[each]) for each in new]
-            known += [row for row in first if (row.prompt, row.holder) not in shown]
-            answers["base"] = [(None, self._base[each]) for each in due if each in measured]
-            for model, client, tensors in self._models(server, publish, states, number, due):
-                asked = [each for each in due if client is None or client in each.clients]
-                written = self._write(tensors, asked)
-                rows += [_row(number, model, client, each, written[each]) for each in asked]
-                own = [(client, written[each]) for each in asked if each in measured]
-                answers[model] = [*answers.get(model, ()), *own]
-        rows = [*sorted(known, key=lambda row: row.round), *rows]
-        lines = (row.model_dump(exclude_none=True) for row in rows)
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        files.write(self._writer.path / ANSWERS, text.encode(), mode=0o600)
-        if not measured:
-            return None
-        record = _health(answers)
-        if self._chosen:
-            record["base"]["chosen_surprise"] = float(np.quantile(self._chosen, BAND[1]))
-        return record
-
-    @cached_property
-    def _chosen(self) -> list[float]:
-        """Surprise of the chosen responses to the held-out prompts."""
-        known = [each for each in self._held_out if each.chosen]
-        chosen = [Completion([*each.chosen[:-1]], each.chosen[-1]) for each in known]
-        return surprises(self._trainers.backbone, [each.ids for each in known], chosen)
+        models = self._models(server, publish, states, number, due)
+        rows, answers = self._answer(number, due, measured, self._kept(number), models)
+        _save(self._writer.path, rows)
+        return self._record(answers) if measured else None
 
     def _kept(self, number: int) -> list[Answer]:
         """The rows of earlier rounds that stay: if rounds are raised, none of the former last one."""
@@ -169,8 +219,8 @@ class RoundAnswers:
         states: ClientStates | None,
         number: int,
         due: Sequence[_Asked],
-    ) -> Iterator[tuple[Literal["shared", "own"], str | None, Tensors]]:
-        """Each trained model that answers, and its client."""
+    ) -> Iterator[_Model]:
+        """Each trained model that answers."""
         for tensors in mean_models(self._job, server).values():
             yield "shared", None, tensors
         job = self._job
@@ -180,23 +230,68 @@ class RoundAnswers:
             private = decode_state(stored) if stored is not None else cast(State, first)
             yield "own", client, job.client_model(client, private, publish(client), number)
 
-    def _write(self, tensors: Tensors, asked: Sequence[_Asked]) -> dict[_Asked, WrittenAnswer]:
-        """Generate the answers of a model, and score them with the base model."""
-        backbone, answers = self._trainers.backbone, dict[_Asked, WrittenAnswer]()
-        backbone.dropout()
-        for batch in length_batches([each.ids for each in asked], BATCH):
-            prompts = [asked[k] for k in batch]
-            ids = [each.ids for each in prompts]
-            completions = complete_batch(backbone, tensors, ids, self._how, [Key(0)] * len(ids))
-            scores = surprises(backbone, ids, completions)
-            for each, (tokens, end), score in zip(prompts, completions, scores, strict=True):
-                text = continuation_text(backbone.tokenizer, each.ids, tokens)
-                worded = without_numbers(backbone.tokenizer, tokens)
-                answers[each] = WrittenAnswer(each.turn, text, tokens, end is not None, score, worded)
-        return answers
+
+class SiteAnswers(_Answers):
+    """Lets the models of a site's clients answer prompts of their own when they are evaluated.
+
+    It writes ``answers.jsonl``, as a run does, and the health of the answers so far in the round to
+    :data:`SITE_TEXT`. Both stay at the site, like the prompts. The rounds are those of :class:`RoundAnswers`.
+
+    Args:
+        folder: the run's folder at the site.
+    """
+
+    def __init__(self, experiment: Experiment, job: Job, folder: Path) -> None:
+        super().__init__(experiment, job, own=True)
+        self._folder = folder
+        self._number, self._written = 0, dict[str, _Written]()
+
+    def __call__(self, client: str, private: State, published: Download, number: int) -> str:
+        """Write the answers to the prompts of ``client``; return their health as a sentence, ``""`` without.
+
+        Args:
+            private: the client's private state after round ``number``.
+            published: its download after the round.
+        """
+        job, due = self._job, [each for each in self._held_out if each.holder == client]
+        if not due or not self._measures(number, last=number == job.rounds):
+            return ""
+        if number != self._number:
+            self._number, self._written = number, {}
+        shared = job.shared_models(published).values() if published.tensors else ()
+        models: list[_Model] = [("shared", None, tensors) for tensors in shared]
+        if self._own:
+            models.append(("own", client, job.client_model(client, private, published, number)))
+        rows, answers = self._answer(number, due, due, self._kept(client, number), models)
+        _save(self._folder, rows)
+        self._written[client] = answers
+        pooled = _Written()
+        for _, each in sorted(self._written.items()):
+            for model, some in each.items():
+                pooled[model] = [*pooled.get(model, ()), *some]
+        content = {"round": number, "text": self._record(pooled)}
+        files.write(self._folder / SITE_TEXT, json.dumps(content, indent=1).encode(), mode=0o600)
+        return health_sentence(self._record(answers))
+
+    def _kept(self, client: str, number: int) -> list[Answer]:
+        """The rows that stay: of other clients in this round, and those that a run keeps of earlier ones."""
+        rows = read_answers(self._folder)
+        others = [row for row in rows if row.round == number and row.holder != client]
+        return [*(row for row in rows if row.round < number and _doubles(row.round)), *others]
 
 
-def _health(answers: Mapping[str, Sequence[tuple[str | None, WrittenAnswer]]]) -> TextRecord:
+def has_own_models(job: Job) -> bool:
+    """Whether clients' models differ: they have personal parts, or mix with their neighbours' only."""
+    return job.method.personal or job.graph is not None
+
+
+def _save(folder: Path, rows: Sequence[Answer]) -> None:
+    lines = (row.model_dump(exclude_none=True) for row in rows)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    files.write(folder / ANSWERS, text.encode(), mode=0o600)
+
+
+def _health(answers: _Written) -> TextRecord:
     """The health of each model's answers, given as (client, answer)."""
     record = {name: text_health([own for _, own in some]) for name, some in answers.items() if some}
     if "own" in record:
@@ -244,7 +339,9 @@ def _limit(experiment: Experiment, job: Job) -> int:
     dataset = cast(PairTrainerFactory, job.trainers).dataset
     if not dataset.has_pairs:
         return TOKENS[1]
-    rows = [row for client in job.evaluation_clients for row in getattr(dataset.clients[client], job.split)]
+    held = [getattr(dataset.clients[c], job.split) for c in job.evaluation_clients if c in dataset.clients]
+    if not (rows := [row for each in held for row in each]):
+        return TOKENS[1]
     return int(np.clip(2 * dataset.tokens.lengths[rows][:, 1].max(), *TOKENS))
 
 
@@ -265,7 +362,8 @@ def held_out_prompts(job: Job, count: int, how: Sampling, *, own: bool) -> list[
     holders = {
         client: iter(getattr(dataset.clients[client], job.split).tolist())
         for client in job.evaluation_clients
-        if job.privacy.may_report(getattr(job.trainers.clients[client], job.split))
+        if client in dataset.clients
+        and job.privacy.may_report(getattr(job.trainers.clients[client], job.split))
     }
     found, seen = list[_Asked](), set[tuple[int, ...]]()
     while holders and len(found) < count:
@@ -328,7 +426,7 @@ def _clients(report: ReportConfig, job: Job) -> tuple[str, ...]:
     for client in report.clients or ():
         if client not in known:
             raise ConfigError(f"[report] clients: {no_client(client, sorted(known))}")
-    if not job.method.personal:
+    if not has_own_models(job):
         return ()
     named = job.members if report.clients is None else report.clients
     reported = [client for client in named if privacy.may_report(known[client].train)]

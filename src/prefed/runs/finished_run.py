@@ -190,6 +190,10 @@ ANSWERS = "answers.jsonl"
 """File of a run with its models' answers to the prompts of ``[report]`` and to held-out prompts."""
 
 
+SITE_TEXT = "text.json"
+"""File in the folder of a run at a federation's site: the last measured round, and the health of text."""
+
+
 class Answer(_Schema):
     """A row of ``answers.jsonl``.
 

@@ -19,7 +19,9 @@ from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.messages import is_run, own_version
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.privacy.accountant import AccountantError
+from prefed.runs.finished_run import ANSWERS, SITE_TEXT
 from prefed.store.directory import at_work
+from prefed.train.metrics import health_sentence
 
 
 class SentLog:
@@ -130,11 +132,23 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
             f"run {run.name}: up to round {run.round}; sent {count}, {size(run.sent)}; "
             f"private states: {size(run.private) if run.private else 'none'}"
         )
+        yield from _text(Path(config.state) / "runs" / run.name)
     if refused := sum("refused" in entry for entry in entries):
         yield f"{pluralize(refused, 'request', 'requests')} refused"
     if idle:
         yield f"{pluralize(idle, 'run', 'runs')} without any upload"
     yield from (line_of(entry) for entry in entries[len(entries) - last :] if last)
+
+
+def _text(run: Path) -> Iterator[str]:
+    """The health of what clients' models wrote last, if they answered prompts."""
+    path = run / SITE_TEXT
+    if path.exists():
+        try:
+            text = json.loads(path.read_bytes())
+            yield f"  text after round {text['round']}: {health_sentence(text['text'])}; {run / ANSWERS}"
+        except (KeyError, TypeError, ValueError) as error:
+            yield f"  {path} is damaged ({type(error).__name__}): restore it from a copy, or delete it"
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from prefed.core import files, plugins
 from prefed.data import DataMismatchError, FederatedDataset
 from prefed.engines import Job, JobFactory
 from prefed.networks.federation.config import OWN_DATA, SiteConfig
-from prefed.runs.build import assemble_job, build_data, build_trainers, code_digests, parent_experiment
+from prefed.runs.build import (
+    answered_prompts,
+    assemble_job,
+    build_data,
+    build_trainers,
+    code_digests,
+    parent_experiment,
+)
 
 HELD = "held by the sites"
 """The data source of an experiment that names none."""
@@ -180,13 +188,19 @@ def reported_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes)
 
 
 def site_factory(
-    experiment: Experiment, folder: Path, names: Mapping[str, str], members: Sequence[str]
+    experiment: Experiment, folder: Path, run: Path, names: Mapping[str, str], members: Sequence[str]
 ) -> JobFactory:
-    """The factory with which the training process builds a site's job."""
+    """The factory with which the training process builds a site's job.
+
+    Args:
+        folder: the cache.
+        run: the run's folder, in which clients' models answer prompts.
+    """
     order = {
         "experiment": to_toml(experiment),
         "code": code_digests(experiment),
         "folder": str(folder.resolve()),
+        "run": str(run.resolve()),
         "names": dict(names),
         "members": list(members),
     }
@@ -204,4 +218,9 @@ def build_site_job(arguments: str) -> Job:
     least = max(1, experiment.privacy.minimum_pairs)
     among = dataset.renamed(order["names"]).among(order["members"], least)
     trainers = build_trainers(experiment, among, folder / "reference")
-    return assemble_job(experiment, trainers)
+    job = assemble_job(experiment, trainers)
+    if not answered_prompts(experiment, trainers.backbone.tokenizer):
+        return job
+    from prefed.runs.answers import SiteAnswers
+
+    return replace(job, answers=SiteAnswers(experiment, job, Path(order["run"])))

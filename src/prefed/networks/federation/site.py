@@ -229,7 +229,8 @@ class Site:
         experiment = self._experiment_of(run, order)
         check_places(self.config)
         self._stop()
-        factory = site_factory(experiment, self._state / "cache", order["names"], order["members"])
+        folder = self._state / "runs" / run
+        factory = site_factory(experiment, self._state / "cache", folder, order["names"], order["members"])
         worker = Worker()
         try:
             worker.build(factory, experiment.engine.threads or 1)
@@ -291,6 +292,9 @@ class Site:
         sent = {"bytes": len(message), **contents(task.kind, message), "withheld": fields["withheld"]}
         self.log.add(what, run=run, round=task.round, client=task.client, **sent)
         self._say(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
+        if note := fields["note"]:
+            self.log.add("text", run=run, round=task.round, client=task.client, noted=note)
+            self._say(f"run {run[:8]}: round {task.round}, text of {task.client}: {note}")
         new = kept if kept != receipt else None
         # The reason is free of noise and may depend on the training data.
         withheld = WITHHELD if noisy and fields["withheld"] else fields["withheld"]

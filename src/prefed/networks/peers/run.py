@@ -26,7 +26,7 @@ from prefed.networks.peers.rounds import PeerRounds
 from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
 from prefed.runs.data_notices import announce, left_out_table
 from prefed.runs.finished_run import read_summary
-from prefed.runs.run import conclude
+from prefed.runs.run import conclude, round_answers
 from prefed.runs.start_or_resume import (
     build_in_cache,
     commit_start,
@@ -114,12 +114,14 @@ def _run(
     digests |= {"peer": name, "peers": files.digest(json.dumps(job.members).encode())}
     commit_start(experiment, job, writer, digests)
     meeting.watch.committed(writer.round)
+    answers = round_answers(alone, job, writer)
     announce(alone, job, callback)
     meeting.connect()
     links, engine = Links(meeting.watch, ranks), experiment.engine
     with InProcess(job, writer.states, engine.threads or 1) as backend:
         limit = engine.visit_timeout
-        own = PeerRounds(job, writer, backend, callback, name, links, meeting.watch, limit).run()
+        watch = meeting.watch
+        own = PeerRounds(job, writer, backend, callback, name, links, watch, limit, answers=answers).run()
         profiles = read_profiles(job, backend.states)
     sizes = {name: pairs.sizes[name]._asdict()}
     about = {"clients": sizes, "data": left_out_table(dataset)}

@@ -213,6 +213,12 @@ def last_health(text: TextRecord) -> TextHealth | None:
     return text.get("own", text.get("shared"))
 
 
+def health_sentence(text: TextRecord) -> str:
+    """Return :func:`health_line` of the models that clients use; empty if their text was not measured."""
+    own = last_health(text)
+    return health_line(own, text["base"]) if own else ""
+
+
 def broken_text(text: TextRecord | None) -> list[str]:
     """Return :func:`unhealthy` of the models that clients use; empty if their text was not measured."""
     own = last_health(text) if text else None

@@ -298,10 +298,12 @@ def peer(
         text = "stopped; complete rounds are kept: restart all peers with --auto-resume"
         report("stopped", text, "error", code=code)
         raise typer.Exit(code) from None
-    accuracy = summary["preference_accuracy"]["mean"]
-    typer.echo(
-        f"{label}: {summary['peer']}: preference accuracy {accuracy:.3f} → {peer_folder(folder, place.rank)}"
-    )
+    from prefed.ui.pages.text_health import text_line
+
+    words = [f"preference accuracy {summary['preference_accuracy']['mean']:.3f}"]
+    words += [line] if "text" in summary and (line := text_line(summary["text"])) else []
+    path = peer_folder(folder, place.rank)
+    typer.echo(f"{label}: {summary['peer']}: {'; '.join(words)} → {path}")
 
 
 def stop(number: int, frame: object) -> NoReturn:

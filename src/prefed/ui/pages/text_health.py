@@ -8,7 +8,7 @@ from typing import Any, cast
 from prefed.core.records import TextHealth, TextRecord
 from prefed.core.text import pluralize
 from prefed.runs.finished_run import RunRecord
-from prefed.train.metrics import TEXT_METRICS, health_line, last_health
+from prefed.train.metrics import TEXT_METRICS, health_sentence, last_health
 from prefed.ui.pages.chart_data import ROUNDS, Axis, Chart, Look, Panel, number, over_rounds, percent
 from prefed.ui.pages.tables import Facts, Table
 
@@ -18,8 +18,8 @@ MODELS = {"base": "base model", "shared": "shared model", "own": "clients' own m
 
 def text_line(text: TextRecord) -> str:
     """The health of the models that clients use as a sentence, next to the base model's; empty if unknown."""
-    own = last_health(text)
-    return f"text: {health_line(own, text['base'])}" if own else ""
+    sentence = health_sentence(text)
+    return sentence and f"text: {sentence}"
 
 
 def health_table(text: TextRecord) -> Table:
