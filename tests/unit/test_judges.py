@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +24,7 @@ from prefed.align.judge.questions import (
 )
 from prefed.config.align import JudgeOptions
 from prefed.core import Key
-from prefed.data import Record, synthetic
+from prefed.data import DataError, Record, synthetic
 from prefed.data.record import Message
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
@@ -174,6 +176,14 @@ def test_a_question_beyond_the_window_has_no_answer(place):
     (verdict,) = judge.compare([Question("good", "red", "blue")])
     assert verdict.preference is None
     assert "the model's context is 256; shorten it" in verdict.text
+
+
+def test_a_chat_template_beyond_its_limits_is_no_verdict(place, tmp_path):
+    shutil.copytree(place / "lm", tmp_path / "lm")
+    (tmp_path / "lm" / "chat_template.jinja").write_text("{{ 'x' * 10000000 }}")
+    judge = LocalJudge(str(tmp_path / "lm"), CPU)
+    with pytest.raises(DataError, match="makes 10,000,000 characters of one conversation"):
+        next(judge.compare([Question("good", "red", "blue")]))
 
 
 @pytest.mark.parametrize("flipped", [(), ("ada",)])

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from prefed.data.errors import DataError, RowError
+from prefed.data.limits import limited
 from prefed.data.record import Message, Prompt, Record, plain_prompt
 
 if TYPE_CHECKING:
@@ -269,18 +270,25 @@ class Template:
         return response if response[:1].isspace() else " " + response
 
     def _render(self, messages: tuple[Message, ...], *, generate: bool) -> str:
+        conversation = plain_prompt(self._marked(messages))
+        what = "the chat template that comes with the tokenizer"
         try:
-            text = self._tokenizer.apply_chat_template(
-                plain_prompt(self._marked(messages)),
-                tokenize=False,
-                add_generation_prompt=generate,
-                **self._fixed,
-            )
+            with limited(f"{what}, for one conversation,"):
+                text = self._tokenizer.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=generate, **self._fixed
+                )
+        except DataError:
+            raise
         except Exception as error:  # errors of jinja, and of the template itself
             raise RowError(f"the tokenizer's chat template rejects this conversation: {error}") from error
         assert isinstance(text, str)
+        if len(text) > _ADDED + 10 * sum(len(turn.content) for turn in messages):
+            raise DataError(f"{what} makes {len(text):,} characters of one conversation")
         return text
 
+
+_ADDED = 1_000_000
+"""Characters that a chat template may add to a conversation, besides ten times its text."""
 
 _CLOCK = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
 

@@ -11,7 +11,7 @@ from prefed.align.judge.questions import JudgeError, Question, Verdict, blocks, 
 from prefed.config.align import JudgeOptions
 from prefed.core import Key
 from prefed.core.text import did_you_mean, listed
-from prefed.data import Message, Record, Template
+from prefed.data import DataError, Message, Record, Template
 from prefed.data.encoding import SCORING_DATE
 from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
 from prefed.models import ModelConfig, load_pretrained, make_backbone
@@ -33,6 +33,7 @@ class LocalJudge:
 
     Raises:
         ModelError: there is no such model.
+        DataError: the chat template of the tokenizer computes the format of a date.
         ValueError: there is no such template.
     """
 
@@ -46,6 +47,7 @@ class LocalJudge:
         model = load_pretrained(AutoModelForCausalLM, KEY, folder, KIND, dtype="auto", **options_of_load)
         config = ModelConfig.model_validate({"name": folder, "device": options.device, "lora": {"rank": 1}})
         self._backbone = make_backbone(model, tokenizer, config, Key(0))
+        self._form = Template(tokenizer, today=SCORING_DATE)
         self._how = Sampling(max_tokens=options.judge_tokens, temperature=0)
         self.identity: Mapping[str, Any] = {
             "model": model_fingerprint(folder, KEY, KIND),
@@ -59,6 +61,8 @@ class LocalJudge:
         for question in questions:
             try:
                 answer = complete(backbone, backbone.reference, self._tokens(question), self._how, Key(0))
+            except DataError:  # the chat template is at fault, not the question
+                raise
             except ValueError as error:
                 yield Verdict(None, str(error))
                 continue
@@ -66,10 +70,9 @@ class LocalJudge:
 
     def _tokens(self, question: Question) -> list[int]:
         text = self._template.render(question)
-        template = Template(self._backbone.tokenizer, today=SCORING_DATE)
-        if template.chat:
-            return template.prompt_ids((Message("user", text),))
-        return template.prompt_ids(self._template.bare.replace("{text}", text))
+        if self._form.chat:
+            return self._form.prompt_ids((Message("user", text),))
+        return self._form.prompt_ids(self._template.bare.replace("{text}", text))
 
 
 REWARD_KEY = "--judge reward"
