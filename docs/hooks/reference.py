@@ -5,7 +5,8 @@ In a page, on a line of its own::
     <!-- settings: prefed.config:CohortConfig -->
 
 becomes a table of every key of a settings record; with ``beyond MODULE:RECORD`` before the end only of the
-keys that differ from another record's. ``<!-- methods -->``, ``<!-- objectives -->`` and ``<!-- formats -->``
+keys that differ from another record's. ``<!-- metrics: pairs -->`` becomes the table of metrics of ``pairs``,
+``answers`` or ``rounds``, ``<!-- methods -->``, ``<!-- objectives -->`` and ``<!-- formats -->``
 become the registries, ``<!-- command: run -->`` the arguments and options of a command, and
 ``<!-- api: prefed.runs.run run RunResult -->`` the documentation of names of a module, or of a class and some
 of its members. The text of a table comes from docstrings: change it there.
@@ -27,7 +28,7 @@ from prefed.config.new_file import describe
 
 _MARK = re.compile(
     r"^```.*?^```"
-    r"|^<!-- (settings|methods|objectives|formats|command|api)(?:: (.+?))? -->$",
+    r"|^<!-- (settings|metrics|methods|objectives|formats|command|api)(?:: (.+?))? -->$",
     re.MULTILINE | re.DOTALL,
 )
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`~?(?:[\w.]*\.)?(\w+)`")
@@ -53,8 +54,8 @@ def _content(match: re.Match[str]) -> str:
             return settings(_record(words[0]), _record(words[2]) if len(words) > 1 else None)
         case "api":
             return directive(*words)
-        case "command":
-            return command(words[0])
+        case "command" | "metrics":
+            return globals()[kind](words[0])  # type: ignore[no-any-return]
         case _:
             return globals()[kind]()  # type: ignore[no-any-return]
 
@@ -79,6 +80,18 @@ def settings(record: type[BaseModel], beyond: type[BaseModel] | None = None) -> 
         if field != usual.get(name)
     ]
     return _table(("key", "value", "default", "meaning"), rows)
+
+
+def metrics(of: str) -> str:
+    """One row per metric of ``"pairs"``, ``"answers"`` or ``"rounds"``."""
+    from prefed.train.metrics import TABLE, words_of
+
+    rows = []
+    for name, row in TABLE.items():
+        if of == ("pairs" if row.of_pairs else row.of):
+            _, meaning = words_of(name, {"shared_accuracy": {}} if row.of == "personal models" else {})
+            rows.append((f"`{name}`", row.label, *([row.of] if row.of_pairs else []), meaning))
+    return _table(("key", "metric", *(["of"] if of == "pairs" else []), "meaning"), rows)
 
 
 def methods() -> str:

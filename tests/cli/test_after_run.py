@@ -85,7 +85,7 @@ def test_evaluate_prints_every_client(place):
         line = next(line for line in text.splitlines() if line.split()[:1] == [client])
         assert f"{before[client]:.3f}" in line
     assert re.search(r"pairs +before +model +model +accuracy", text)
-    assert "mean margin" in text
+    assert "means: margin" in text
 
 
 def test_evaluate_prints_a_reward_heads_figures_beside(place):
@@ -97,7 +97,7 @@ def test_evaluate_prints_a_reward_heads_figures_beside(place):
     for client in ("left", "right"):
         values = [f"{before[name]['per_client'][client]:.3f}" for name in names]
         assert re.search(rf"{client} +4 +{' +'.join(values)}", table)
-    assert f"mean margin of the reward head {before['explicit_margin']:.3f}" in table
+    assert f"explicit margin {before['explicit_margin']:.3f}" in table
 
 
 def test_clients_that_never_took_part_are_judged_apart(place):

@@ -10,12 +10,17 @@ from hypothesis import strategies as st
 
 from prefed.core import Privacy
 from prefed.train.metrics import (
+    TABLE,
+    ChoiceScores,
+    ThumbScores,
+    choice_metrics,
     client_metrics,
     federated_metric,
     federated_metrics,
     flat_loss_warning,
     not_finite_counts,
     small_clients_note,
+    thumb_metrics,
 )
 
 ALL = (
@@ -215,3 +220,19 @@ def test_pairs_without_finite_log_probabilities_are_counted_and_wrong():
 def test_a_loss_that_hardly_moves_is_warned_of(losses, warned):
     """Within a thousandth of its first value in all of three rounds or more; NaN is another matter."""
     assert bool(flat_loss_warning(losses)) is warned
+
+
+def test_the_table_lists_what_the_functions_compute_and_whose_it_is():
+    """Models of each kind have the rows of the table that name them, and no others."""
+    orders = np.array([[1.0, 2.0], [3.0, -1.0]])
+    pairs = scores([(-1, -2), (-2, -1)], [(-1, -2), (-2, -1)])
+    pairs.rewards = orders
+    jury = [ChoiceScores(orders, orders)] * 2
+    found = {
+        ("policies", "reward heads"): client_metrics(pairs, 0.1),
+        ("thumbs", "some thumbs"): thumb_metrics(ThumbScores(orders, orders, np.array([True, False])), 0.1),
+        ("selectors", "several selectors"): choice_metrics(jury[0], jury),
+    }
+    for whose, metrics in found.items():
+        names = {name for name in metrics if not name.startswith("selector_")}
+        assert names == {row.name for row in TABLE.values() if row.of in ("all", *whose)}

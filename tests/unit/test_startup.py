@@ -14,7 +14,7 @@ from prefed.data import synthetic
 from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
 
-CLOSURE = 135
+CLOSURE = 136
 """How many files of prefed a FedDPO run may import."""
 HEAVY = "{'torch', 'numpy', 'transformers', 'peft', 'datasets', 'matplotlib', 'scipy', 'pyarrow'}"
 REPORT = f"""

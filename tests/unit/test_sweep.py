@@ -173,7 +173,14 @@ def test_a_table_is_made_cell_by_cell(tmp_path):
     assert lines[-1] == "finished toy local, 1 of 1 cells"
     table = (tmp_path / "toy.md").read_text().splitlines()
     assert table[0].split(" | ")[3:] == [
-        *("preference accuracy", "worst client", "reward accuracy", "worst client", "MB sent", "commit |")
+        *(
+            "preference accuracy",
+            "worst client",
+            "reward accuracy",
+            "worst reward accuracy",
+            "MB sent",
+            "commit |",
+        )
     ]
     figures = "0.800 ± 0.020 | 0.400 ± 0.010"
     assert table[2:] == [

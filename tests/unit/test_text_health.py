@@ -7,8 +7,8 @@ import torch
 from prefed.core import Key
 from prefed.models import ModelConfig, load_backbone
 from prefed.train.generation import Completion, surprises
+from prefed.train.metrics import TEXT_METRICS
 from prefed.train.metrics.text import (
-    TEXT_METRICS,
     WrittenAnswer,
     health_line,
     loops,

@@ -189,8 +189,9 @@ class TextRecord(TypedDict):
 class Summary(TypedDict):
     """Contents of ``summary.json``.
 
-    ``clients`` contains the number of pairs of each client by split. ``personal`` contains metrics of private
-    states by block: metric → client → block → number.
+    Metrics that no code reads by name are in :data:`prefed.train.metrics.TABLE` only. ``clients`` contains
+    the number of pairs of each client by split. ``personal`` contains metrics of private states by block:
+    metric → client → block → number.
     """
 
     method: str
@@ -201,7 +202,6 @@ class Summary(TypedDict):
     baseline_accuracy: NotRequired[FederatedMetric]
     shared_accuracy: NotRequired[FederatedMetric]
     reward_accuracy: NotRequired[FederatedMetric]
-    normalized_accuracy: NotRequired[FederatedMetric]
     combined_accuracy: NotRequired[FederatedMetric]
     explicit_accuracy: NotRequired[FederatedMetric]
     agreement: NotRequired[FederatedMetric]
@@ -209,16 +209,8 @@ class Summary(TypedDict):
     unseen_accuracy: NotRequired[dict[str, FederatedMetric]]
     unseen_selectors: NotRequired[dict[str, FederatedMetric]]
     margin: NotRequired[float | None]
-    chosen_shift: NotRequired[float | None]
-    rejected_shift: NotRequired[float | None]
-    chosen_shift_error: NotRequired[float | None]
     explicit_margin: NotRequired[float | None]
-    dpo_loss: NotRequired[float | None]
-    choice_loss: NotRequired[float | None]
     text: NotRequired[TextRecord]
-    kto_loss: NotRequired[float | None]
-    reward_up: NotRequired[float | None]
-    reward_down: NotRequired[float | None]
     split: NotRequired[str]
     left_out: NotRequired[int]
     not_evaluated: NotRequired[dict[str, str]]

@@ -22,6 +22,7 @@ from prefed.engines.validation import printable_reason, read_figures, read_uploa
 from prefed.privacy.accountant import require
 from prefed.store import RunWriter
 from prefed.train.metrics import (
+    LEADING_METRICS,
     MEAN_METRICS,
     SHIFT_ERROR,
     SHIFT_METRICS,
@@ -36,8 +37,6 @@ from prefed.train.metrics import (
     text_warning,
 )
 
-ROUND_METRICS = ("preference_accuracy", "reward_accuracy")
-"""Metrics whose means are also at the top level of a round's record."""
 NO_ANSWER = "no answer"
 
 
@@ -390,7 +389,7 @@ class Course(ABC):
         content: dict[str, Any] = {"round": self.writer.round + 1, "loss": tally.figures.get("loss")}
         evaluation, standing = (evaluated.record, evaluated.standing) if evaluated else (None, None)
         if evaluation is not None:
-            content |= {name: evaluation[name]["mean"] for name in ROUND_METRICS}
+            content |= {name: evaluation[name]["mean"] for name in LEADING_METRICS}
             content |= {name: evaluation[name] for name in SHIFT_METRICS if name in evaluation}
             content["evaluation"] = evaluation
         if self.job.privacy.kind is not None:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prefed.train.metrics import FederatedMetric
-from prefed.train.metrics.pairs import LOWER_IS_BETTER
+from prefed.train.metrics import FederatedMetric, lower_is_better
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Stopping:
         value = metrics[self.metric][self.over]
         if not math.isfinite(value):
             return self._no_better(old, number, None)
-        sign = -1 if self.metric in LOWER_IS_BETTER else 1
+        sign = -1 if lower_is_better(self.metric) else 1
         if healthy and (old.value is None or sign * (value - old.value) > self.delta):
             return Standing(number, value, number, value)
         return self._no_better(old, number, value)

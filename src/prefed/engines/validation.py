@@ -14,15 +14,7 @@ from prefed.core.wire import WireError, decode_upload, upload_limits
 from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
 from prefed.merge.uploads import LARGEST
-from prefed.train.metrics import (
-    ACCURACY_METRICS,
-    CHOICE_METRICS,
-    MEAN_METRICS,
-    POLICY_METRICS,
-    REWARD_METRICS,
-    THUMB_METRICS,
-    selector_metrics,
-)
+from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS, TABLE, selector_metrics
 
 MAX_REASON = 300
 """Maximum characters of a reason."""
@@ -131,7 +123,7 @@ def read_figures(
                 return {}, f"{name!r} is not between 0 and 1"
         elif not abs(value) <= MAX_FIGURE:
             # A reward head may diverge while log-probabilities stay finite.
-            diverged = count is not None or name in REWARD_METRICS
+            diverged = count is not None or TABLE[name].of == "reward heads"
             if not diverged or isinstance(value, int) or math.isfinite(value):
                 return {}, f"{name!r} is not finite or exceeds {MAX_FIGURE:g}"
             value = math.nan
@@ -157,18 +149,18 @@ def _expected_figures(job: Job, client: str, content: Collection[str] = ()) -> l
         return [*job.newcomer_figures, *vote]
     rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
     choices = job.method.reads == "choice"
-    absent = {*POLICY_METRICS} if choices else {*CHOICE_METRICS}
-    kto, *rewards_by_thumb = THUMB_METRICS
-    if job.thumbs and kto in content:
-        absent |= {*POLICY_METRICS, *(set(rewards_by_thumb) - set(content))}
-    else:
-        absent |= {*THUMB_METRICS}
-    absent |= set() if rewards and not choices else {*REWARD_METRICS}
+    thumbs = job.thumbs and "kto_loss" in content
+    who = {"all", "selectors" if choices else "thumbs" if thumbs else "policies"}
+    who |= {"reward heads"} if rewards and not choices else set()
     # Several published models form a jury; there is no single shared model.
-    absent |= set() if job.method.personal and not job.jury else {"shared_accuracy"}
-    absent |= set() if job.jury else {"majority_accuracy"}
+    who |= {"several selectors"} if job.jury else {"personal models"} if job.method.personal else set()
+    who |= {"some thumbs"} if thumbs else set()
     own = [metric.name for metric in job.metrics]
-    return [name for name in (*ACCURACY_METRICS, *single, *own, *MEAN_METRICS) if name not in absent]
+
+    def expected(name: str) -> bool:
+        return (of := TABLE[name].of) in who and (of != "some thumbs" or name in content)
+
+    return [*filter(expected, ACCURACY_METRICS), *single, *own, *filter(expected, MEAN_METRICS)]
 
 
 def validate_upload(

@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import did_you_mean, listed
 from prefed.runs.metrics import (
-    USUAL,
     Agreement,
     Figure,
     Grouping,
@@ -32,7 +31,7 @@ from prefed.runs.metrics import (
 )
 from prefed.store import RunReader, StoreError
 from prefed.store.directory import refuse_links
-from prefed.train.metrics import FederatedMetric, Spread, small_clients_note, spread
+from prefed.train.metrics import ACCURACY_METRICS, FederatedMetric, Spread, small_clients_note, spread
 
 
 class _Schema(BaseModel):
@@ -442,7 +441,7 @@ class RunRecord:
             KeyError: the run has no such metric.
         """
         names = dict.fromkeys(key for r in self.rounds for key in (*r.get("evaluation", {}), *r))
-        if name not in {*names, *self.figures, *_ROUND, *USUAL}:
+        if name not in {*names, *self.figures, *_ROUND, *ACCURACY_METRICS}:
             raise _unknown_metric(name, [key for key in names if key not in ("round", "evaluation")])
         points: list[tuple[int, float]] = []
         for record in self.rounds:
@@ -455,7 +454,7 @@ class RunRecord:
     @cached_property
     def own_figures(self) -> tuple[str, ...]:
         """Names of the metrics that the method or the merge rule added to the records of the rounds."""
-        usual = {"round", *_ROUND, *USUAL}
+        usual = {"round", *_ROUND, *ACCURACY_METRICS}
         names: dict[str, None] = {}
         for record in self.rounds:
             for name, value in {**record, **record.get("evaluation", {})}.items():

@@ -1,4 +1,4 @@
-"""Labels and meanings of a run's metrics, profiles over model blocks, and agreement of selectors."""
+"""A run's metrics with their labels and meanings, profiles over model blocks, and agreement of selectors."""
 
 from __future__ import annotations
 
@@ -13,47 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefed.core.records import FederatedMetric, metrics_of_clients
-
-USUAL = (
-    "baseline_accuracy",
-    "shared_accuracy",
-    "preference_accuracy",
-    "reward_accuracy",
-    "normalized_accuracy",
-    "combined_accuracy",
-    "explicit_accuracy",
-    "agreement",
-    "majority_accuracy",
-)
-"""Standard metrics in display order. Other metrics follow in the order of the summary."""
-
-CHOICE_WORDS: Mapping[str, tuple[str, str]] = {
-    "baseline_accuracy": ("before", "the base model"),
-    "preference_accuracy": (
-        "preference accuracy",
-        "the client's selector (with clusters, the selector of its cluster)",
-    ),
-    "reward_accuracy": ("reward accuracy", "the same selector, whose score is its only reward"),
-    "majority_accuracy": ("majority accuracy", "the majority of the selectors"),
-}
-"""Metric of selectors → its label, and the model that scores."""
-TASTE_WORDS: Mapping[str, tuple[str, str]] = {
-    **CHOICE_WORDS,
-    "shared_accuracy": ("shared model", "the selector with the population's taste"),
-    "preference_accuracy": ("own model", "the selector with the client's own taste"),
-}
-"""The same for a selector with a latent taste."""
-
-REWARD_MEANING = (
-    "share of pairs on which training raised the log-probability of the chosen response by more than that of "
-    "the rejected one, both compared with the base model"
-)
-THUMB_MEANING = (
-    "balanced accuracy over thumbs up and down, where a thumb up is predicted if the gain in log-probability "
-    "over the base model exceeds {}"
-)
-REWARDED = ("combined_accuracy", "explicit_accuracy", "agreement")
-"""Metrics that only models with an explicit reward head have."""
+from prefed.train.metrics import TABLE, words_of
 
 
 @dataclass(frozen=True)
@@ -76,65 +36,8 @@ class Figure:
 def figures_of(summary: Mapping[str, Any]) -> dict[str, Figure]:
     """Return the per-client metrics of a summary by name, in display order."""
     values = metrics_of_clients(summary)
-    personal, choice = "shared_accuracy" in values, "choice_loss" in summary
-    kind = "taste" if personal and choice else "personal" if personal else "choice" if choice else ""
-    order = [name for name in USUAL if name in values] + [name for name in values if name not in USUAL]
-    thumbs = "kto_loss" in summary
-    return {name: Figure(name, *_words(name, kind, thumbs), values[name]) for name in order}
-
-
-def reward_meaning(thumbs: bool) -> str:
-    """Return the meaning of the reward accuracy on thumbs or on pairs."""
-    return THUMB_MEANING.format("KTO's reference point") if thumbs else REWARD_MEANING
-
-
-def _words(name: str, kind: str, thumbs: bool) -> tuple[str, str]:
-    """Return the label and the meaning of a metric.
-
-    Args:
-        kind: ``"personal"`` for a method with personal models, ``"choice"`` with selectors, ``"taste"`` with
-            a selector that has a latent taste, else empty.
-        thumbs: whether it was measured on thumbs instead of pairs.
-    """
-    probable = "share of pairs in which {} assigns the chosen response the higher probability"
-    if thumbs:
-        probable = f"{THUMB_MEANING.format('the mean of unrelated responses')}, by {{}}"
-    scored = "share of pairs whose chosen response scores higher than the rejected one, by {}"
-    if kind == "choice" and (number := re.fullmatch(r"selector_(\d+)_accuracy", name)):
-        return f"selector {number[1]}", scored.format(f"selector {number[1]}")
-    words = {"choice": CHOICE_WORDS, "taste": TASTE_WORDS}.get(kind, {})
-    if name in words:
-        label, by = words[name]
-        return label, scored.format(by)
-    known = {
-        "baseline_accuracy": ("before", probable.format("the base model")),
-        "shared_accuracy": (
-            "shared model",
-            probable.format("the shared model without the client's own parts"),
-        ),
-        "preference_accuracy": (
-            ("own model", probable.format("the client's own model"))
-            if kind == "personal"
-            else ("preference accuracy", probable.format("the model"))
-        ),
-        "reward_accuracy": ("reward accuracy", reward_meaning(thumbs)),
-        "normalized_accuracy": ("normalised accuracy", f"{probable.format('the model')} per token"),
-        "combined_accuracy": (
-            "combined accuracy",
-            "share of pairs whose chosen response has the higher sum of both margins, the model's own and "
-            "the reward head's, weighted as in the loss",
-        ),
-        "explicit_accuracy": (
-            "explicit accuracy",
-            "share of pairs whose chosen response the reward head scores higher",
-        ),
-        "agreement": (
-            "agreement",
-            "share of pairs on which the reward head favours the response that gained more log-probability",
-        ),
-    }
-    plain = name.replace("_", " ")
-    return known.get(name, (plain.removesuffix(" accuracy"), plain))
+    order = [name for name in TABLE if name in values] + [name for name in values if name not in TABLE]
+    return {name: Figure(name, *words_of(name, summary), values[name]) for name in order}
 
 
 MEANINGS: Mapping[str, tuple[str, str]] = {

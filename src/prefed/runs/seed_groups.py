@@ -77,8 +77,6 @@ def cases(runs: Sequence[RunRecord]) -> list[Case]:
     return [Case(tuple(some)) for some in found.values()]
 
 
-ACCURACIES = ("preference_accuracy", "reward_accuracy")
-"""The metrics for comparing runs; the second is adjusted by the reference model."""
 FIXED = ("column", "source", "file")
 """Partitions in which the pairs of a client do not depend on the seed."""
 

@@ -17,7 +17,8 @@ from prefed.config import ConfigError, Experiment
 from prefed.config.experiment_table import Cell, Combination, Judge, Table, grid_table, load_table
 from prefed.core.text import pluralize
 from prefed.data import DataConfig, DataError
-from prefed.runs.sweep_child import KEPT, NEWCOMERS, CommandError, SweepRun, commits, run_in_process
+from prefed.runs.sweep_child import NEWCOMERS, CommandError, SweepRun, commits, run_in_process
+from prefed.train.metrics import COMPARED_METRICS
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ class SweepCell:
         if texts := [run.summary["text"] for run in runs if "text" in run.summary]:
             outcome |= {"health": texts, "broken": sorted(broken)}
         tests = [run.figures or {} for run in runs]
-        for name in (*KEPT, NEWCOMERS):
+        for name in (*COMPARED_METRICS, NEWCOMERS):
             for figure in ("mean", "worst"):
                 outcome[f"{name}.{figure}"] = [test[name][figure] for test in tests if name in test]
         outcome["bytes"] = [_sent(run) for run in runs]

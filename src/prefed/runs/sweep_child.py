@@ -16,17 +16,8 @@ from prefed.config import Experiment, to_toml
 from prefed.core import files
 from prefed.core.strict_settings import differing
 from prefed.runs.reference import SHARED
+from prefed.train.metrics import COMPARED_METRICS
 
-KEPT = (
-    "preference_accuracy",
-    "reward_accuracy",
-    "baseline_accuracy",
-    "shared_accuracy",
-    "combined_accuracy",
-    "explicit_accuracy",
-    "majority_accuracy",
-)
-"""The metrics on test pairs that the table of a sweep contains."""
 NEWCOMERS = "newcomer_accuracy"
 """The accuracy of clients that never trained, after the most local steps or pairs of ``[evaluate]``."""
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -86,7 +77,7 @@ class SweepRun:
         """Mean and worst client of each accuracy on test pairs; ``None`` if one is missing."""
         path = self.out / "judged-test.json"
         figures = dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
-        return figures if all(name in figures for name in KEPT if name in self.summary) else None
+        return figures if all(name in figures for name in COMPARED_METRICS if name in self.summary) else None
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -182,7 +173,7 @@ async def run_in_process(run: SweepRun) -> None:
         figures[NEWCOMERS] = next(reversed(figures.get("unseen_accuracy", {}).values()), None)
         accuracies = {
             name: {key: figures[name][key] for key in ("mean", "worst")}
-            for name in (*KEPT, NEWCOMERS)
+            for name in (*COMPARED_METRICS, NEWCOMERS)
             if figures.get(name)
         }
         files.write(run.out / "judged-test.json", json.dumps(accuracies, indent=1).encode())

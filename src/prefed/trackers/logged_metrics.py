@@ -10,12 +10,8 @@ from prefed.core.records import Summary, is_metric, metrics_of_clients
 
 OVER_CLIENTS = ("mean", "worst", "worst_decile")
 """Statistics of a metric over clients that are logged."""
-SUMMARY = (
-    *("margin", "dpo_loss", "choice_loss", "explicit_margin", "loss", "gradient_norm", "paper_gap"),
-    *("chosen_shift", "rejected_shift", "chosen_shift_error", "kto_loss", "reward_up", "reward_down"),
-    *("time", "seconds", "peak_memory_mb", "dropped"),
-)
-"""Numbers of ``summary.json`` that are logged."""
+NOT_LOGGED = ("rounds", "seed", "left_out", "personal")
+"""Entries of ``summary.json`` that are no metrics, or metrics of private states."""
 COUNTS = ("bytes", "parameters")
 """Tables of numbers of ``summary.json`` that are logged."""
 EPOCH = ("loss", "agreement", "margin")
@@ -69,11 +65,7 @@ def summary_figures(summary: Mapping[str, Any]) -> dict[str, float]:
      'summary/preference_accuracy/worst_decile': 0.5, 'summary/loss': 0.6, 'summary/bytes/up': 10.0,
      'summary/bytes/down': 20.0}
     """
-    tables = {
-        name: value for name, value in summary.items() if isinstance(value, Mapping) and name != "personal"
-    }
-    figures = dict(_paths("summary", tables))
-    figures |= dict(_paths("summary", {name: summary[name] for name in SUMMARY if name in summary}))
+    figures = dict(_paths("summary", {name: summary[name] for name in summary if name not in NOT_LOGGED}))
     for name in COUNTS:
         figures |= dict(_paths(f"summary/{name}", summary.get(name, {})))
     return figures

@@ -1,78 +1,86 @@
 """Metrics of models on preference pairs and thumbs, per client and over clients."""
 
-from prefed.core.records import FederatedMetric
-from prefed.train.metrics.clients import (
-    COLLAPSE_REMEDY,
-    GAINS_FROM,
-    SHARED_FROM,
-    Spread,
-    collapse_warning,
-    divergence_warning,
-    error_of_mean,
-    falls,
-    federated_metric,
-    federated_metrics,
-    flat_loss_warning,
-    not_finite_counts,
-    shift_warning,
-    small_clients_note,
-    spread,
-)
-from prefed.train.metrics.intervals import mean_interval, seed_interval
-from prefed.train.metrics.pairs import (
-    ACCURACY_METRICS,
-    CHOICE_METRICS,
-    MEAN_METRICS,
-    POLICY_METRICS,
-    REWARD_METRICS,
-    SHIFT_ERROR,
-    SHIFT_METRICS,
-    ChoiceScores,
-    Metric,
-    PairScores,
-    choice_metrics,
-    client_metrics,
-    find_metrics,
-    jury_metrics,
-    majority,
-    selector_metrics,
-)
-from prefed.train.metrics.text import (
-    TEXT_METRICS,
-    TEXT_REMEDY,
-    TextMetric,
-    WrittenAnswer,
-    broken_text,
-    health_line,
-    health_sentence,
-    last_health,
-    text_health,
-    text_warning,
-    unhealthy,
-    without_numbers,
-)
-from prefed.train.metrics.thumbs import THUMB_METRICS, ThumbScores, thumb_metrics
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import attach
+
+if TYPE_CHECKING:
+    from prefed.core.records import FederatedMetric
+    from prefed.train.metrics.clients import (
+        COLLAPSE_REMEDY,
+        GAINS_FROM,
+        SHARED_FROM,
+        Spread,
+        collapse_warning,
+        divergence_warning,
+        error_of_mean,
+        falls,
+        federated_metric,
+        federated_metrics,
+        flat_loss_warning,
+        not_finite_counts,
+        shift_warning,
+        small_clients_note,
+        spread,
+    )
+    from prefed.train.metrics.intervals import mean_interval, seed_interval
+    from prefed.train.metrics.pairs import (
+        ChoiceScores,
+        Metric,
+        PairScores,
+        choice_metrics,
+        client_metrics,
+        find_metrics,
+        jury_metrics,
+        majority,
+        selector_metrics,
+    )
+    from prefed.train.metrics.table import (
+        ACCURACY_METRICS,
+        COMPARED_METRICS,
+        LEADING_METRICS,
+        MEAN_METRICS,
+        REWARD_SHARES,
+        SHIFT_ERROR,
+        SHIFT_METRICS,
+        TABLE,
+        TEXT_METRICS,
+        lower_is_better,
+        words_of,
+    )
+    from prefed.train.metrics.text import (
+        TEXT_REMEDY,
+        WrittenAnswer,
+        broken_text,
+        health_line,
+        health_sentence,
+        last_health,
+        text_health,
+        text_warning,
+        unhealthy,
+        without_numbers,
+    )
+    from prefed.train.metrics.thumbs import ThumbScores, thumb_metrics
 
 __all__ = [
     "ACCURACY_METRICS",
-    "CHOICE_METRICS",
     "COLLAPSE_REMEDY",
+    "COMPARED_METRICS",
     "GAINS_FROM",
+    "LEADING_METRICS",
     "MEAN_METRICS",
-    "POLICY_METRICS",
-    "REWARD_METRICS",
+    "REWARD_SHARES",
     "SHARED_FROM",
     "SHIFT_ERROR",
     "SHIFT_METRICS",
+    "TABLE",
     "TEXT_METRICS",
     "TEXT_REMEDY",
-    "THUMB_METRICS",
     "ChoiceScores",
     "FederatedMetric",
     "Metric",
     "PairScores",
     "Spread",
-    "TextMetric",
     "ThumbScores",
     "WrittenAnswer",
     "broken_text",
@@ -90,6 +98,7 @@ __all__ = [
     "health_sentence",
     "jury_metrics",
     "last_health",
+    "lower_is_better",
     "majority",
     "mean_interval",
     "not_finite_counts",
@@ -103,4 +112,7 @@ __all__ = [
     "thumb_metrics",
     "unhealthy",
     "without_numbers",
+    "words_of",
 ]
+
+__getattr__ = attach(__name__, __file__)

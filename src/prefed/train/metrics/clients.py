@@ -13,7 +13,7 @@ from prefed.core import Privacy
 from prefed.core.records import FederatedMetric
 from prefed.core.text import pluralize
 from prefed.train.metrics.intervals import Z
-from prefed.train.metrics.pairs import LOWER_IS_BETTER, SHIFT_ERROR
+from prefed.train.metrics.table import SHIFT_ERROR, lower_is_better
 from prefed.train.metrics.text import TEXT_REMEDY
 
 
@@ -84,7 +84,7 @@ def federated_metrics(
     return {
         name: federated_metric(
             values,
-            loss=name in LOWER_IS_BETTER,
+            loss=lower_is_better(name),
             small=[client for client in small if client in values],
             include_small=include_small,
         )

@@ -10,37 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefed.core.plugins import Registry
-from prefed.train.metrics.thumbs import THUMB_METRICS
-
-ACCURACY_METRICS = (
-    "preference_accuracy",
-    "reward_accuracy",
-    "baseline_accuracy",
-    "normalized_accuracy",
-    "combined_accuracy",
-    "explicit_accuracy",
-    "agreement",
-    "shared_accuracy",
-    "majority_accuracy",
-)
-"""Metrics that are shares of a client's pairs. Runs record them per client."""
-SHIFT_METRICS = ("chosen_shift", "rejected_shift")
-"""Gains in log-probability over the base model: if that of chosen responses falls below 0, text may break."""
-SHIFT_ERROR = "chosen_shift_error"
-"""Standard error of the chosen shift over pairs; for several clients, of the mean over them."""
-MEAN_METRICS = (
-    *("margin", *SHIFT_METRICS, SHIFT_ERROR, "explicit_margin", "dpo_loss", "choice_loss"),
-    *THUMB_METRICS,
-)
-"""All other metrics. Runs record only their mean over clients."""
-REWARD_METRICS = ("combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin")
-"""Metrics of models with an explicit reward head only."""
-CHOICE_METRICS = ("majority_accuracy", "choice_loss")
-"""Metrics of selectors only; the first requires several selectors."""
-POLICY_METRICS = ("normalized_accuracy", *SHIFT_METRICS, SHIFT_ERROR, "dpo_loss")
-"""Metrics of policies only, besides :data:`REWARD_METRICS`."""
-LOWER_IS_BETTER = frozenset({"dpo_loss", "choice_loss", "kto_loss"})
-"""Metrics whose highest value is the worst."""
+from prefed.train.metrics.table import ACCURACY_METRICS, MEAN_METRICS, SHIFT_ERROR
 
 
 @dataclass(frozen=True)

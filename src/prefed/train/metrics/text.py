@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,8 @@ import numpy.typing as npt
 from prefed.core.records import TextHealth, TextRecord
 from prefed.core.text import pluralize
 from prefed.train.metrics.intervals import wilson_interval
+from prefed.train.metrics.table import FOURFOLD, LONG
 
-FOURFOLD, LONG = 4, 12
-"""A sequence of tokens loops if it occurs this often in a row, or three times over at least LONG tokens."""
 BAND = (0.1, 0.9)
 """Quantiles over answers that bound the band of surprise."""
 UNLIKELY = 2.0
@@ -31,70 +30,6 @@ TEXT_REMEDY = (
     "rounds"
 )
 """Advice for broken text."""
-
-
-@dataclass(frozen=True)
-class TextMetric:
-    """A metric of answers; a row of :data:`TEXT_METRICS`.
-
-    Attributes:
-        name: its key in a :class:`~prefed.core.records.TextHealth`.
-        better: whether healthy text has a high or a low value; empty if neither.
-        unit: ``"share"`` (of answers, or of pairs of tokens), ``"tokens"`` or ``"nats"`` a token.
-        meaning: one sentence.
-    """
-
-    name: Literal["ends", "loops", "empty", "distinct_2", "length", "surprise"]
-    label: str
-    better: Literal["high", "low", ""]
-    unit: Literal["share", "tokens", "nats"]
-    meaning: str
-
-    def format(self, value: float) -> str:
-        """Format a value.
-
-        >>> [TEXT_METRICS[0].format(0.25), TEXT_METRICS[4].format(31.4), TEXT_METRICS[5].format(0.8)]
-        ['25%', '31', '0.80']
-        """
-        return {"share": f"{value:.0%}", "tokens": f"{value:.0f}", "nats": f"{value:.2f}"}[self.unit]
-
-
-TEXT_METRICS: tuple[TextMetric, ...] = (
-    TextMetric(
-        "ends", "answers that end", "high", "share", "share of answers that end before the limit of tokens"
-    ),
-    TextMetric(
-        "loops",
-        "looping",
-        "low",
-        "share",
-        f"share of answers in which a sequence of tokens occurs {FOURFOLD} times in a row, or three times if "
-        f"that is at least {LONG} tokens, with or without the numbers in between",
-    ),
-    TextMetric(
-        "empty",
-        "empty or echoing",
-        "low",
-        "share",
-        "share of answers without text, or that repeat the prompt",
-    ),
-    TextMetric(
-        "distinct_2",
-        "distinct-2",
-        "high",
-        "share",
-        "different pairs of adjacent tokens as a share of all of an answer's, mean over answers",
-    ),
-    TextMetric("length", "length", "", "tokens", "tokens in an answer, mean over answers"),
-    TextMetric(
-        "surprise",
-        "surprise",
-        "",
-        "nats",
-        "−log p of an answer under the base model, in nats a token, the end included; median over answers",
-    ),
-)
-"""The metrics of answers, in display order."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +104,7 @@ def distinct_2(tokens: Sequence[int]) -> float:
 
 
 def text_health(answers: Sequence[WrittenAnswer]) -> TextHealth:
-    """Compute the health of a set of answers; see :data:`TEXT_METRICS`.
+    """Compute the health of a set of answers; see :data:`~prefed.train.metrics.TEXT_METRICS`.
 
     Raises:
         ValueError: there are no answers.
@@ -178,7 +113,7 @@ def text_health(answers: Sequence[WrittenAnswer]) -> TextHealth:
         raise ValueError("there are no answers to measure")
     surprises = [answer.surprise for answer in answers]
     low, high = np.quantile(surprises, BAND).tolist()
-    return {
+    health = {
         "answers": len(answers),
         "ends": float(np.mean([answer.ended for answer in answers])),
         "loops": float(np.mean([answer.loops for answer in answers])),
@@ -188,13 +123,14 @@ def text_health(answers: Sequence[WrittenAnswer]) -> TextHealth:
         "surprise": float(np.median(surprises)),
         "surprise_band": [low, high],
     }
+    return cast(TextHealth, health)  # metrics may be added
 
 
 def unhealthy(own: TextHealth, base: TextHealth) -> list[str]:
     """Return in which ways text is worse than the base model's by more than the interval; empty if healthy.
 
     A share is worse if it is outside the 95% interval (Wilson) of the base model's share, on the side that
-    is not :attr:`TextMetric.better`. Surprise is worse if it exceeds the band of the base model's answers by
+    is not the better one. Surprise is worse if it exceeds the band of the base model's answers by
     more than :data:`UNLIKELY`, and nine in ten of the responses that clients chose: these may be unlikely,
     too.
     """

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-THUMB_METRICS = ("kto_loss", "reward_up", "reward_down")
-"""Metrics of thumbs only, all means; the last two only of a client with a thumb up, or down."""
-
 
 @dataclass(frozen=True)
 class ThumbScores:

@@ -20,7 +20,7 @@ from prefed.runs.export import Export
 from prefed.runs.finished_run import RunError, RunRecord, alignment_of
 from prefed.runs.metrics import Figure
 from prefed.runs.start_or_resume import is_place
-from prefed.train.metrics import mean_interval
+from prefed.train.metrics import TABLE, mean_interval
 from prefed.ui.pages.origin import described_method
 from prefed.ui.pages.tables import setting
 from prefed.ui.templates import make_environment
@@ -46,8 +46,6 @@ MEANING = "share of held-out pairs of completions on which the model agrees with
 CARD = "README.md"
 FOLDER = "path/to/this/folder"
 """Placeholder for the folder of a model without a name on the hub."""
-ACCURACIES = ("baseline_accuracy", "preference_accuracy", "reward_accuracy", "normalized_accuracy")
-"""Metrics of a policy on a card."""
 
 
 _TRUST: Mapping[object, str] = {
@@ -317,7 +315,7 @@ def _of(run: RunRecord, export: Export) -> list[Figure]:
     elif export.client is None and "shared_accuracy" in figures:
         names = ["baseline_accuracy", "shared_accuracy"]  # the others are of the personal models
     else:
-        names = list(ACCURACIES)
+        names = [row.name for row in TABLE.values() if row.share and row.of in ("all", "policies")]
     return [
         figures[name]
         for name in names

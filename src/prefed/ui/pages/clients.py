@@ -8,13 +8,10 @@ import numpy as np
 
 from prefed.runs.finished_run import RunRecord
 from prefed.runs.metrics import Profile
-from prefed.train.metrics import spread
+from prefed.train.metrics import LEADING_METRICS, spread
 from prefed.ui.pages.chart_data import BARS, Axis, Cells, Chart, Line, Look, Panel, bars_of, distributions_of
 from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean
 from prefed.ui.pages.tables import ROWS, SPREAD, Table, cell, unseen_table
-
-WITH_INTERVALS = ("preference_accuracy", "reward_accuracy")
-"""Columns with intervals in the table of clients."""
 
 
 def ranking(run: RunRecord) -> list[str]:
@@ -75,7 +72,7 @@ def clients_table(run: RunRecord) -> Table:
 
 def _cell(run: RunRecord, client: str, name: str) -> str:
     value = run.figures[name].values["per_client"].get(client)
-    interval = interval_of(run, client, value) if value is not None and name in WITH_INTERVALS else None
+    interval = interval_of(run, client, value) if value is not None and name in LEADING_METRICS else None
     return cell(value) + (f" ({_between(interval, '.2f')})" if interval else "")
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from prefed.core.text import pluralize, size
 from prefed.runs.finished_run import RunRecord
-from prefed.runs.seed_groups import ACCURACIES, Case, by_seed, spent
+from prefed.runs.seed_groups import Case, by_seed, spent
+from prefed.train.metrics import LEADING_METRICS, TABLE
 from prefed.ui.pages.chart_data import (
     BARS,
     ROUNDS,
@@ -25,7 +26,7 @@ from prefed.ui.pages.chart_data import (
     percent,
 )
 from prefed.ui.pages.chart_data import over_rounds as rounds_line
-from prefed.ui.pages.comparison_data import NAMES, Compared, disagreements, labels, plus_minus
+from prefed.ui.pages.comparison_data import Compared, disagreements, labels, plus_minus
 from prefed.ui.pages.svg import LINE, diagonal
 
 BANDS = 6
@@ -144,7 +145,7 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> C
     if not lines:
         return None
     best = max(lines, key=lambda line: line.points[0][1])
-    called = NAMES[name]
+    called = TABLE[name].label
     count = pluralize(len(lines), "case", "cases")
     alt = f"{called.capitalize()} of the worst client against the mean, {count}. "
     alt += f"The worst client is best in {best.name}: {best.notes[0]}."
@@ -168,7 +169,7 @@ class _Point:
 def _curve(case: Case, name: str) -> list[_Point]:
     rounds, values = case.over_rounds(name)
     points = []
-    before = by_seed(case, "baseline_accuracy") if name == ACCURACIES[0] else {}
+    before = by_seed(case, "baseline_accuracy") if name == LEADING_METRICS[0] else {}
     if before and rounds:
         points.append(_point(0, list(before.values())))
     points += [_point(number, values[:, k].tolist()) for k, number in enumerate(rounds)]
@@ -191,7 +192,7 @@ def _curves(
     points = {k: some for k, some in points.items() if some}
     if not points:
         return None
-    called = NAMES[name]
+    called = TABLE[name].label
     several = any(point.std is not None for some in points.values() for point in some)
     bands = several and len(points) <= BANDS
     lines = []
@@ -308,7 +309,7 @@ def gains_of(compared: Compared, cases: Sequence[Shown], names: Sequence[str]) -
     """Tables of gains of personal over shared models, and of gains over the reference case."""
     tables = [
         _gain_rows(
-            f"Each client's own model against the shared model of its run: {NAMES[ACCURACIES[0]]}",
+            f"Each client's own model against the shared model of its run: {TABLE[LEADING_METRICS[0]].label}",
             compared.own_gains(),
             cases,
         )
@@ -317,7 +318,7 @@ def gains_of(compared: Compared, cases: Sequence[Shown], names: Sequence[str]) -
         first = cases[compared.reference]
         for name in names:
             each = [{} if k == compared.reference else own for k, own in enumerate(compared.gains(name))]
-            tables.append(_gain_rows(f"Against {first.key} {first.name}: {NAMES[name]}", each, cases))
+            tables.append(_gain_rows(f"Against {first.key} {first.name}: {TABLE[name].label}", each, cases))
     return [table for table in tables if table.rows]
 
 
@@ -364,7 +365,7 @@ def clients_of(compared: Compared, drawn: Sequence[int], name: str) -> Clients:
             gain = 0.0 if figure is None or client not in first else figure - first[client]
             cells.append(("" if figure is None else f"{100 * figure:.0f}", _strength(gain)))
         rows.append((client, cells))
-    called = NAMES[name]
+    called = TABLE[name].label
     key = compared.keys[compared.reference]
     caption = f"{called.capitalize()} in percent, starting with the clients that differ most between cases. "
     caption += f"Colours show the difference from {key}: blue above, orange below. "

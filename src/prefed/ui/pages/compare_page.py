@@ -14,13 +14,14 @@ from pathlib import Path
 from prefed.core import files
 from prefed.core.text import pluralize
 from prefed.runs.finished_run import RunRecord
-from prefed.runs.seed_groups import ACCURACIES, by_seed
+from prefed.runs.seed_groups import by_seed
 from prefed.runs.track import told_settings
+from prefed.train.metrics import COMPARED_METRICS, LEADING_METRICS, TABLE
 from prefed.ui.pages import compare_charts as charts
 from prefed.ui.pages.chart_data import Chart
 from prefed.ui.pages.compare_charts import Shown, clients_of, gains_of
-from prefed.ui.pages.comparison_data import NAMES, ChosenCase, Compared, few_seeds, plus_minus
-from prefed.ui.pages.comparison_tables import FURTHER, cases_table, runs_table, settings_table, tests_table
+from prefed.ui.pages.comparison_data import ChosenCase, Compared, few_seeds, plus_minus
+from prefed.ui.pages.comparison_tables import cases_table, runs_table, settings_table, tests_table
 from prefed.ui.pages.html import render_template
 from prefed.ui.pages.metric_text import WORST_TENTH
 from prefed.ui.pages.tables import Facts, Table
@@ -44,7 +45,7 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
         for k, (key, name) in enumerate(zip(compared.keys, compared.names, strict=True))
     ]
     # The two accuracies of a selector are equal.
-    names = ACCURACIES[:1] if all(compared.selectors) else ACCURACIES
+    names = LEADING_METRICS[:1] if all(compared.selectors) else LEADING_METRICS
     drawings = _charts(compared, drawn, names)
     called = [case.name for case in cases]
     settings = settings_table(compared, called)
@@ -83,7 +84,7 @@ def render_comparison(runs: Sequence[RunRecord], chosen: Sequence[ChosenCase] = 
 
 def _drawn(compared: Compared) -> list[int]:
     """Indices of the cases in charts: all comparable ones, or the reference case and the best."""
-    means = [statistics.fmean(by_seed(case, ACCURACIES[0]).values()) for case in compared.comparable]
+    means = [statistics.fmean(by_seed(case, LEADING_METRICS[0]).values()) for case in compared.comparable]
     best = sorted(range(len(means)), key=lambda k: (k != compared.reference, -means[k]))
     return sorted(best[:CURVES])
 
@@ -130,11 +131,10 @@ def _chosen_cases(compared: Compared, chosen: Sequence[ChosenCase]) -> list[int]
 
 
 def _test(chosen: ChosenCase) -> Facts:
-    called = {**NAMES, **FURTHER, "baseline_accuracy": "before"}
     return [
-        (called[name], f"{plus_minus(values.values())} over {pluralize(len(values), 'seed', 'seeds')}")
+        (TABLE[name].label, f"{plus_minus(values.values())} over {pluralize(len(values), 'seed', 'seeds')}")
         for name, values in chosen.test.items()
-        if name in called and values
+        if name in COMPARED_METRICS and values
     ]
 
 
@@ -168,7 +168,6 @@ def _meanings(compared: Compared) -> Facts:
     known: dict[str, str] = {}
     for run in compared.runs:
         for name, figure in run.figures.items():
-            if name in (*ACCURACIES, *FURTHER, "baseline_accuracy"):
-                called = {**NAMES, **FURTHER}.get(name, figure.label)
-                known.setdefault(called, f"{figure.meaning}.")
+            if name in COMPARED_METRICS:
+                known.setdefault(TABLE[name].label, f"{figure.meaning}.")
     return [*known.items(), WORST_TENTH, ("±", "sample standard deviation over seeds.")]

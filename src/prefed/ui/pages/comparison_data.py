@@ -13,7 +13,6 @@ from typing import Any
 from prefed.core.strict_settings import flatten
 from prefed.runs.finished_run import RunRecord
 from prefed.runs.seed_groups import (
-    ACCURACIES,
     Case,
     Paired,
     by_client,
@@ -26,10 +25,9 @@ from prefed.runs.seed_groups import (
     paired,
     reference_case,
 )
+from prefed.train.metrics import LEADING_METRICS
 from prefed.ui.pages.tables import setting
 
-NAMES = {name: name.replace("_", " ") for name in ACCURACIES}
-"""The two accuracies → their display names."""
 OF = ("mean", "worst", "worst_decile")
 """Statistics over clients."""
 
@@ -128,7 +126,7 @@ class Compared:
 
     def own_gains(self) -> list[dict[str, float]]:
         """For each case: client → accuracy of its own model minus that of the shared model of the run."""
-        name, against = ACCURACIES[0], "shared_accuracy"
+        name, against = LEADING_METRICS[0], "shared_accuracy"
         return [gains(case, case, name, fixed=self.fixed, against=against) for case in self.cases]
 
     def paired(self, name: str) -> list[Paired | None]:
@@ -173,7 +171,7 @@ class Compared:
                     "t_test": each.t,
                     "wilcoxon": each.wilcoxon,
                 }
-                for figure in ACCURACIES
+                for figure in LEADING_METRICS
                 for name, each in zip(self.names, self.paired(figure), strict=False)
                 if each is not None
             ],

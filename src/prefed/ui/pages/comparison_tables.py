@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import duration, size
 from prefed.runs.finished_run import RunRecord, judged_of
-from prefed.runs.metrics import REWARDED
-from prefed.runs.seed_groups import ACCURACIES, by_seed
-from prefed.train.metrics import SHIFT_METRICS
+from prefed.runs.seed_groups import by_seed
+from prefed.train.metrics import (
+    COMPARED_METRICS,
+    LEADING_METRICS,
+    REWARD_SHARES,
+    SHIFT_METRICS,
+    TABLE,
+)
 from prefed.ui.pages.comparison_data import (
-    NAMES,
     Compared,
     differences,
     few_seeds,
@@ -28,21 +32,13 @@ from prefed.ui.pages.text_health import runs_text_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-FURTHER = {
-    "shared_accuracy": "shared model",
-    "majority_accuracy": "majority accuracy",
-    "combined_accuracy": "combined accuracy",
-    "explicit_accuracy": "explicit accuracy",
-}
-"""Further metrics: name → heading."""
 COLUMNS = (
     ("preference accuracy", "preference_accuracy", "mean"),
     ("worst client", "preference_accuracy", "worst"),
     ("worst tenth", "preference_accuracy", "worst_decile"),
     ("reward accuracy", "reward_accuracy", "mean"),
     ("worst reward accuracy", "reward_accuracy", "worst"),
-    ("before", "baseline_accuracy", "mean"),
-    *((head, name, "mean") for name, head in FURTHER.items()),
+    *((TABLE[name].label, name, "mean") for name in COMPARED_METRICS if name not in LEADING_METRICS),
 )
 """Columns of accuracies: heading, metric, and statistic over clients. Empty columns are left out."""
 
@@ -103,7 +99,7 @@ def _over_seeds(compared: Compared, names: Sequence[str]) -> list[Table]:
         return []
     whole = cases_table(compared, names, brief=True)
     rows = whole.rows[: len(compared.comparable)]
-    tests = [tests_table(compared, name, names) for name in ACCURACIES]
+    tests = [tests_table(compared, name, names) for name in LEADING_METRICS]
     return [
         replace(whole, rows=rows),
         *(table for table in tests if table.rows),
@@ -131,7 +127,7 @@ def _value(run: RunRecord, name: str, of: str) -> float | None:
 
 def cases_table(compared: Compared, names: Sequence[str], *, brief: bool = False) -> Table:
     """Accuracies and costs of each case over its seeds; with ``brief``, only the two accuracies."""
-    metrics = [each for each in _columns(compared) if not brief or each[1] in ACCURACIES]
+    metrics = [each for each in _columns(compared) if not brief or each[1] in LEADING_METRICS]
     rows = []
     for name, case in zip(names, compared.cases, strict=True):
         cells = [plus_minus(by_seed(case, metric, of).values()) for _, metric, of in metrics]
@@ -163,19 +159,19 @@ def tests_table(compared: Compared, name: str, names: Sequence[str]) -> Table:
     others = [k for k in range(len(tests)) if k != first]
     rows = rows_of_tests([tests[k] for k in others])
     heads = ["case", "seeds in common", "mean difference, 95% interval", "paired t-test, p", "Wilcoxon, p"]
-    caption = f"{NAMES[name].capitalize()}, mean over clients: each case against {names[first]}."
+    caption = f"{TABLE[name].label.capitalize()}, mean over clients: each case against {names[first]}."
     return Table(caption, heads, [(names[k], cells) for k, cells in zip(others, rows, strict=True)])
 
 
 def reward_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
     """Metrics of explicit reward heads, means over clients; ``None`` if no run has one."""
-    rewarded = [(name, run) for name, run in zip(names, runs, strict=True) if REWARDED[0] in run.figures]
+    rewarded = [(name, run) for name, run in zip(names, runs, strict=True) if REWARD_SHARES[0] in run.figures]
     if not rewarded:
         return None
-    heads = [rewarded[0][1].figures[metric].label for metric in REWARDED]
+    heads = [rewarded[0][1].figures[metric].label for metric in REWARD_SHARES]
     rows = []
     for name, run in rewarded:
-        shares = (run.spread(metric).mean for metric in REWARDED)
+        shares = (run.spread(metric).mean for metric in REWARD_SHARES)
         margins = (run.summary["margin"], run.summary["explicit_margin"])
         rows.append((name, [cell(value) for value in (*shares, *margins)]))
     title = "Explicit reward heads, means over clients."
@@ -187,7 +183,7 @@ def shift_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None
     measured = [(name, run) for name, run in zip(names, runs, strict=True) if SHIFT_METRICS[0] in run.summary]
     if not measured:
         return None
-    heads = [name.replace("_", " ") for name in SHIFT_METRICS]
+    heads = [TABLE[name].label for name in SHIFT_METRICS]
     rows = [(name, [cell(run.summary.get(metric)) for metric in SHIFT_METRICS]) for name, run in measured]
     title = "Mean change in the log-probability of responses over the base model, in nats."
     return Table(title, ["run", *heads], rows)

@@ -11,11 +11,11 @@ from typing import Any
 from prefed.core import files
 from prefed.runs.sweep import SweepCell
 from prefed.runs.sweep_child import NEWCOMERS
-from prefed.train.metrics import seed_interval
+from prefed.train.metrics import LEADING_METRICS, seed_interval
 from prefed.ui.pages.sweep import HEALTHY, Outcome, code, healthy_texts, rate, sent
 from prefed.ui.pages.tables import Row, Table, markdown
 
-METRICS = ("reward_accuracy", "preference_accuracy", NEWCOMERS)
+METRICS = (*reversed(LEADING_METRICS), NEWCOMERS)
 
 
 def add(out: Path, cell: SweepCell, outcome: Outcome) -> None:

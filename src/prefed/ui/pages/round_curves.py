@@ -12,8 +12,7 @@ import numpy as np
 
 from prefed.core.text import duration, pluralize, size
 from prefed.runs.finished_run import RunRecord
-from prefed.runs.metrics import REWARD_MEANING, REWARDED
-from prefed.train.metrics import SHIFT_ERROR, SHIFT_METRICS
+from prefed.train.metrics import LEADING_METRICS, REWARD_SHARES, SHIFT_ERROR, SHIFT_METRICS, TABLE
 from prefed.ui.pages.chart_data import (
     ROUNDS,
     Axis,
@@ -34,14 +33,8 @@ from prefed.ui.pages.tables import ROWS, Facts, Table, cell
 FEW = 10
 """Maximum number of clients with one curve each; beyond it, quantiles are drawn."""
 QUANTILES = {"lowest": 0.0, "lower quarter": 0.25, "median": 0.5, "upper quarter": 0.75, "highest": 1.0}
-TITLES = {"preference_accuracy": "preference accuracy", "reward_accuracy": "reward accuracy"}
-"""The two accuracies of a policy."""
-GRADIENTS = {
-    "global_loss": "global loss",
-    "gradient_norm": "gradient norm",
-    "paper_gap": "paper's gap",
-}
-"""Diagnostic metric → title of its panel."""
+GRADIENTS = ("global_loss", "gradient_norm", "paper_gap")
+"""Diagnostic metrics with panels."""
 OWN_CHARTS = frozenset({*GRADIENTS, "consensus_before", "consensus_after"})
 """Metrics with a separate chart in the section on gradients, consensus and delays."""
 DASHED = "7 4"
@@ -62,9 +55,8 @@ class Numbers:
 
 def accuracies(run: RunRecord) -> dict[str, str]:
     """The accuracies of a run: name → title. A selector has only preference accuracy."""
-    if "choice_loss" in run.summary:
-        return {"preference_accuracy": "preference accuracy"}
-    return {name: title for name, title in TITLES.items() if name in run.figures}
+    names = LEADING_METRICS[: 1 if "choice_loss" in run.summary else 2]
+    return {name: TABLE[name].label for name in names if name in run.figures}
 
 
 def _measured(run: RunRecord) -> dict[str, str]:
@@ -106,7 +98,7 @@ def shifts(run: RunRecord) -> list[Chart]:
 
 def reward_head(run: RunRecord) -> list[Chart]:
     """Chart of an explicit reward head's metrics, means over clients; empty without a reward head."""
-    curves = {name: run.curve(name) for name in REWARDED if name in run.figures and run.curve(name)[1]}
+    curves = {name: run.curve(name) for name in REWARD_SHARES if name in run.figures and run.curve(name)[1]}
     if not curves:
         return []
     labels = {name: run.figures[name].label for name in curves}
@@ -149,11 +141,7 @@ def accuracy(run: RunRecord) -> Chart:
     _, rewards = run.curve("reward_accuracy")
     if rewards and len(accuracies(run)) > 1:
         text += f" Reward accuracy ends at {rewards[-1]:.1%}, mean over clients."
-        if "kto_loss" not in run.summary:
-            caption += (
-                " Preference accuracy: share of pairs in which the model assigns the chosen response the "
-                f"higher probability. Reward accuracy: {REWARD_MEANING}."
-            )
+        caption += "".join(f" {title.capitalize()}: {run.figures[n].meaning}." for n, title in titles.items())
     if interval is not None:
         caption += " The band is the 95% interval of the mean, for the same clients with other pairs."
     return Chart("accuracy", text, caption, panels, same=True)
@@ -361,7 +349,7 @@ def distributed(run: RunRecord) -> list[Chart]:
         # A method that shares nothing has no gradient of a global objective.
         curves = {name: run.curve(name) for name in GRADIENTS if name in run.own_figures}
         panels = [
-            Panel(ROUNDS, Axis(), [over_rounds("", *c, Look(color_of(k)), number)], GRADIENTS[name], 240)
+            Panel(ROUNDS, Axis(), [over_rounds("", *c, Look(color_of(k)), number)], TABLE[name].label, 240)
             for k, (name, c) in enumerate(curves.items())
         ]
         ends = ((name.replace("_", " "), values) for name, (_, values) in curves.items())

@@ -16,6 +16,7 @@ from prefed.runs.sweep import Chosen, SweepCell, all_equal, commits_of
 from prefed.train.metrics import broken_text
 from prefed.ui.pages.compare_page import write_comparison
 from prefed.ui.pages.comparison_data import ChosenCase, plus_minus
+from prefed.ui.pages.comparison_tables import COLUMNS
 from prefed.ui.pages.tables import Table, markdown
 
 SELECTED = "best round, selected on test"
@@ -23,16 +24,11 @@ HEALTHY = "healthy text"
 """Heading of the number of seeds whose text is not broken."""
 FEW = 5
 """Maximum number of clients with separate values."""
-COLUMNS = (
-    ("preference accuracy", "preference_accuracy.mean"),
-    ("worst client", "preference_accuracy.worst"),
-    ("shared model", "shared_accuracy.mean"),
-    ("reward accuracy", "reward_accuracy.mean"),
-    ("worst client", "reward_accuracy.worst"),
-    ("combined accuracy", "combined_accuracy.mean"),
-    ("explicit accuracy", "explicit_accuracy.mean"),
-    ("majority accuracy", "majority_accuracy.mean"),
-)
+_COLUMNS = [
+    (head, f"{name}.{of}")
+    for head, name, of in COLUMNS
+    if name != "baseline_accuracy" and of != "worst_decile"
+]
 
 Outcome = Mapping[str, Any]
 """Results of a finished cell, see :class:`prefed.runs.sweep.SweepCell`."""
@@ -65,7 +61,7 @@ def _rate_was_chosen(outcome: Outcome) -> bool:
 
 
 def _best_rate_table(outcomes: Sequence[Outcome]) -> str:
-    columns = [(name, key) for name, key in COLUMNS if any(each.get(key) for each in outcomes)]
+    columns = [(name, key) for name, key in _COLUMNS if any(each.get(key) for each in outcomes)]
     paper = ["paper"] if any("paper" in each for each in outcomes) else []
     text = [HEALTHY] if any("health" in each for each in outcomes) else []
     head = ["method", "learning rate", "rates tried", *paper, *(name for name, _ in columns), *text]

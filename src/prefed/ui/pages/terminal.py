@@ -15,15 +15,20 @@ from prefed.core.records import Summary, metrics_of_clients
 from prefed.core.text import duration, pluralize, printable, printable_lines, size
 from prefed.runs.data_notices import CUT, LEFT_OUT
 from prefed.runs.metrics import (
-    REWARDED,
     Grouping,
     agreements,
     figures_of,
     profiles_of,
-    reward_meaning,
     selector_figures,
 )
-from prefed.train.metrics import MEAN_METRICS, broken_text, small_clients_note
+from prefed.train.metrics import (
+    MEAN_METRICS,
+    REWARD_SHARES,
+    TABLE,
+    broken_text,
+    small_clients_note,
+    words_of,
+)
 from prefed.ui.pages.selector_agreement import agreement_table
 from prefed.ui.pages.tables import (
     LISTED,
@@ -68,7 +73,7 @@ def print_result(
         style = "yellow" if broken_text(summary["text"]) else None
         console.print(text_line(summary["text"]), soft_wrap=True, style=style)
     if "majority_accuracy" not in summary:
-        meaning = reward_meaning("kto_loss" in summary)
+        meaning = words_of("reward_accuracy", summary)[1]
         console.print(f"reward accuracy: {meaning}", soft_wrap=True, style="dim")
     if line := shift_line(summary):
         console.print(line, soft_wrap=True)
@@ -254,8 +259,8 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
             name = f"{name}, taste {evaluation.taste}"
             figures["preference_accuracy"] = replace(figures["preference_accuracy"], label="this taste")
         single = selector_figures(figures)
-        usual = [n for n in figures if n not in (*REWARDED, *single)]
-        rewarded = [n for n in ("preference_accuracy", *REWARDED) if n in figures]
+        usual = [n for n in figures if n not in (*REWARD_SHARES, *single)]
+        rewarded = [n for n in ("preference_accuracy", *REWARD_SHARES) if n in figures]
         tables = {
             f"preference accuracy on {evaluation.what}": usual,
             "individual selectors": single,
@@ -265,16 +270,11 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
             if names:
                 metrics = [figures[n] for n in names]
                 console.print(terminal(metrics_table(f"{name}: {title}", metrics, evaluation.pairs.get)))
-        margin = f"mean margin {evaluation.figures['margin']['mean']:.3f} nats"
-        losses = {"dpo_loss": "DPO loss", "choice_loss": "cross-entropy", "kto_loss": "KTO loss"}
-        for loss, name_of_loss in losses.items():
-            if loss in evaluation.figures:
-                console.print(f"{margin}, mean {name_of_loss} {evaluation.figures[loss]['mean']:.4f}")
-        if line := shift_line({name: values["mean"] for name, values in evaluation.figures.items()}):
-            console.print(line)
-        if "explicit_margin" in evaluation.figures:
-            explicit = evaluation.figures["explicit_margin"]["mean"]
-            console.print(f"mean margin of the reward head {explicit:.3f}")
+        means = (
+            (TABLE[name], evaluation.figures[name]) for name in MEAN_METRICS if name in evaluation.figures
+        )
+        shown = (f"{row.label} {row.format(own['mean'])} {row.printed.unit}".strip() for row, own in means)
+        console.print(f"means: {', '.join(shown)}", soft_wrap=True)
     if evaluation.unseen:
         console.print(terminal(unseen_table(evaluation.unseen, evaluation.taste)))
     if evaluation.unseen_selectors:

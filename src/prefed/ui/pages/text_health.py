@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from prefed.core.records import TextHealth, TextRecord
+from prefed.core.records import TextRecord
 from prefed.core.text import pluralize
 from prefed.runs.finished_run import RunRecord
 from prefed.train.metrics import TEXT_METRICS, health_sentence, last_health
 from prefed.ui.pages.chart_data import ROUNDS, Axis, Chart, Look, Panel, number, over_rounds, percent
-from prefed.ui.pages.tables import Facts, Table
+from prefed.ui.pages.tables import Table
 
 MODELS = {"base": "base model", "shared": "shared model", "own": "clients' own models"}
 """Key of a summary's ``text`` → whose answers."""
@@ -25,10 +25,7 @@ def text_line(text: TextRecord) -> str:
 def health_table(text: TextRecord) -> Table:
     """The metrics of answers, one column for each model."""
     healths = _healths(text)
-    rows = [
-        (metric.label, [metric.format(own[metric.name]) for own in healths.values()])
-        for metric in TEXT_METRICS
-    ]
+    rows = [(metric.label, [metric.cell(own) for own in healths.values()]) for metric in TEXT_METRICS]
     low, high = text["base"]["surprise_band"]
     prompts = pluralize(text["base"]["answers"], "prompt", "prompts")
     caption = (
@@ -36,11 +33,6 @@ def health_table(text: TextRecord) -> Table:
         f"80% of the base model's answers have {low:.2f} to {high:.2f}."
     )
     return Table(caption, ["", *(MODELS[name] for name in healths)], rows)
-
-
-def definitions() -> Facts:
-    """The metrics of answers and their definitions."""
-    return [(metric.label, f"{metric.meaning}.") for metric in TEXT_METRICS]
 
 
 def runs_text_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
@@ -52,7 +44,7 @@ def runs_text_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | 
         if text is None or own is None:
             continue
         before = text["base"]
-        cells = [f"{m.format(own[m.name])} ({m.format(before[m.name])})" for m in TEXT_METRICS]
+        cells = [f"{m.cell(own)} ({m.cell(before)})" for m in TEXT_METRICS]
         rows.append((name, [str(own["answers"]), *cells]))
     heads = ["run", "answers", *(metric.label for metric in TEXT_METRICS)]
     caption = "Health of text after the last round; in brackets, of the base model."
@@ -72,7 +64,7 @@ def text_charts(run: RunRecord) -> list[Chart]:
 def _health(measured: Sequence[tuple[int, TextRecord]]) -> Chart:
     rounds, panels = [at for at, _ in measured], []
     for metric in TEXT_METRICS:
-        y = Axis(zero=True, write=percent if metric.unit == "share" else number)
+        y = Axis(zero=True, write=percent if metric.share else number)
         curves: Mapping[str, list[float]] = {
             name: [_healths(text)[name][metric.name] for _, text in measured]
             for name in _healths(measured[-1][1])
@@ -86,7 +78,7 @@ def _health(measured: Sequence[tuple[int, TextRecord]]) -> Chart:
     return Chart("text", f"Health of text. {text_line(measured[-1][1])}.", caption, panels)
 
 
-def _healths(text: TextRecord) -> dict[str, TextHealth]:
+def _healths(text: TextRecord) -> dict[str, Mapping[str, Any]]:
     """The health of each model's answers, in display order."""
     every: Mapping[str, Any] = text
     return {name: every[name] for name in MODELS if name in every}
