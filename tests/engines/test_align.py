@@ -23,7 +23,7 @@ from prefed.align import AlignError, align
 from prefed.align.alignment import write_pairs
 from prefed.align.run import STAGES, begun
 from prefed.align.stages import run_stages
-from prefed.align.training import label_trainer, warn_of_kept
+from prefed.align.training import kept_epoch, label_trainer
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
 from prefed.core.wire import decode_state
@@ -545,6 +545,6 @@ def test_the_clearest_pair_of_each_prompt_is_kept(alignment):
 )
 def test_an_adapter_that_is_worse_than_its_start_is_called_so(figures, words):
     heard = Warned()
-    warn_of_kept([{"epoch": 1, "agreement": 1.0}, {"epoch": 2, **figures}], 2, heard)
+    assert kept_epoch([{"epoch": 2, **figures}], heard) == 2
     assert len(heard.texts) == bool(words)
     assert all(word in text for text in heard.texts for word in ("worse than the initial policy", *words))

@@ -47,10 +47,10 @@ def best_epoch(history: list[dict[str, Any]]) -> int:
     return int(max(bearing, key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))["epoch"])
 
 
-def warn_of_kept(epochs: Sequence[Mapping[str, Any]], kept: int, callback: Callback) -> None:
-    """Warn if the kept epoch is worse than the initial policy."""
-    (epoch,) = (each for each in epochs if each["epoch"] == kept)
-    worse = []
+def kept_epoch(history: list[dict[str, Any]], callback: Callback) -> int:
+    """Return :func:`best_epoch`, with a warning if it is worse than the initial policy."""
+    kept, worse = best_epoch(history), []
+    (epoch,) = (each for each in history if each["epoch"] == kept)
     if falls(epoch):
         worse.append(
             f"the chosen held-out completions became less probable ({epoch[SHIFT]:+.1f} nats): its text may "
@@ -63,6 +63,7 @@ def warn_of_kept(epochs: Sequence[Mapping[str, Any]], kept: int, callback: Callb
             f"the kept adapter is worse than the initial policy: {', and '.join(worse)}; lower align.lr, or "
             'use align.objective = "rpo"'
         )
+    return kept
 
 
 def _rows(
@@ -186,8 +187,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     }
     if tastes is not None:
         return {**counts, "loss": history[-1]["loss"], "agreement": history[-1]["agreement"]}
-    best = best_epoch(history)
-    warn_of_kept(history, best, alignment.callback)
+    best = kept_epoch(history, alignment.callback)
     policy.copy_adapter(alignment.folder / checkpoint(generation, best), alignment.folder / ADAPTER)
     return {**counts, "epochs": history, "kept": best}
 
