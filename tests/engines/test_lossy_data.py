@@ -94,14 +94,19 @@ def test_a_dry_run_and_the_data_say_the_same(place, finished):
     assert content["warnings"] == found["warnings"]
 
 
-def test_new_files_are_their_clients(place, finished):
+def test_new_files_are_their_clients(place, finished, tmp_path):
     """The run's own test folder gives the run's own figures. The file of one client is that client's, and no
     other file is anybody's."""
     summary = json.loads((place / "run/summary.json").read_text())
     figures = json.loads(said("evaluate", place / "run", "--test", place / "test", "--json"))
     assert figures["preference_accuracy"] == summary["preference_accuracy"]
-    own = json.loads(said("evaluate", place / "run", "--test", place / "test/left.jsonl", "--json"))
+    assert not any("columns not used" in note for note in figures["notes"])
+    rows = map(json.loads, (place / "test/left.jsonl").read_text().splitlines())
+    file = tmp_path / "left.jsonl"
+    file.write_text("".join(json.dumps({**row, "mood": "glad"}) + "\n" for row in rows))
+    own = json.loads(said("evaluate", place / "run", "--test", file, "--json"))
     assert own["clients"] == {"left": {"pairs": 4}}
+    assert "columns not used: mood" in own["notes"]
     words = ["evaluate", str(place / "run"), "--test", str(place / "test.jsonl")]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1

@@ -206,8 +206,10 @@ def test_training_on_other_kinds_is_reported(tmp_path):
 
 
 def test_a_selector_refuses_thumbs(tmp_path):
-    with pytest.raises(DataError, match=r"rows.jsonl, row 1: .* a selector compares two responses"):
-        build(tmp_path, [thumb(0, True)], SelectorConfig())
+    """Each thumb is named once, although a selector sees every row in both orders."""
+    alike = r"rows.jsonl, row 1: .* a selector compares two responses \(also row 2\)\n"
+    with pytest.raises(DataError, match=alike):
+        build(tmp_path, [thumb(0, True), thumb(1, False)], SelectorConfig())
 
 
 def test_a_record_keeps_its_thumb():

@@ -183,10 +183,11 @@ def _build(
         assignment = assign_clients(config.partition, table, key.at("partition"))
         splits = split_clients(config, assignment, table, writer.column("pairs"), key, responses)
         flipped = _flipped(config, assignment, splits.ids)
+        _check_metadata(config, counts)
         findings = _findings(config, table, writer, splits).model_copy(
             update={
                 "ignored": names.ignored,
-                "unread": _unread(config, counts, selector),
+                "unread": unread_columns(counts, selector),
                 "promptless": counts.promptless,
                 "implicit": counts.implicit,
                 "contradicted": counts.contradicted,
@@ -271,16 +272,16 @@ def _findings(config: DataConfig, table: RowTable, writer: TokenWriter, splits: 
     return Findings(lost=dict(lost), gone=gone, similar=similar_names(names))
 
 
-def _unread(config: DataConfig, counts: ReadCounts, selector: SelectorConfig | None) -> tuple[str, ...]:
-    """Return the columns that were not used.
-
-    Raises:
-        DataError: ``data.metadata`` names a column that no row has.
-    """
+def _check_metadata(config: DataConfig, counts: ReadCounts) -> None:
+    """Check that rows have the columns that ``data.metadata`` names."""
     columns = sorted(map(str, counts.columns))
     for name in config.metadata:
         if not counts.columns & {name, name.partition(".")[0]}:
             raise DataError(f"[data] metadata: no row has the column {name!r}{did_you_mean(name, columns)}")
+
+
+def unread_columns(counts: ReadCounts, selector: SelectorConfig | None) -> tuple[str, ...]:
+    """Return the columns that were not used."""
     shown = POST_FIELDS if selector is not None and selector.template == "summary" else ()
     return tuple(name for name in counts.unread if name not in shown)
 

@@ -155,7 +155,8 @@ class ErrorCollector:
     def _alike(self) -> Iterator[str]:
         """Yield the first of several messages of a file that differ only in numbers, with the other rows."""
         groups: dict[tuple[str, str], list[str]] = {}
-        for message in self.messages:
+        # A selector encodes a row in both orders.
+        for message in dict.fromkeys(self.messages):
             file, _, rest = message.partition(", row ")
             groups.setdefault((file, re.sub(r"[0-9a-f]*\d[0-9a-f]*", "", rest)), []).append(message)
         for first, *others in groups.values():

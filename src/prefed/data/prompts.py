@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prefed.core.text import listed
 from prefed.data.config import Columns, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Prompt, check_unicode, prompt_texts
@@ -26,7 +25,7 @@ from prefed.data.sources.pairs import (
     usual_columns,
 )
 from prefed.data.sources.tracking import TrackedRow, peek
-from prefed.data.sources.unread import check_unread
+from prefed.data.sources.unread import check_unread, unused_text
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ def read_prompts(
 def _report_unread(path: str, columns: tuple[str, ...]) -> None:
     """Log the columns that were not used; once, although files are also read to check them."""
     if columns:
-        _log.warning("%s: columns not used: %s", path, listed(columns, str, 12))
+        _log.warning("%s: %s", path, unused_text(columns))
 
 
 def prompt_digests(source: Source) -> dict[str, str]:

@@ -11,6 +11,7 @@ from prefed.core import Callback
 from prefed.core.text import listed, pluralize
 from prefed.data import DataConfig, FederatedDataset
 from prefed.data.dataset import Findings, RowCounts
+from prefed.data.sources.unread import unused_text
 from prefed.engines import Job
 from prefed.models.pretrained import precision_notes
 from prefed.train.pair_trainer import PairTrainerFactory
@@ -79,7 +80,7 @@ def data_notices(dataset: FederatedDataset) -> tuple[list[str], list[str]]:
     if findings.ignored:
         notes.append(f"files not read: {listed(findings.ignored, str)}")
     if findings.unread:
-        notes.append(f"columns not used: {listed(findings.unread, lambda name: name or repr(name), 12)}")
+        notes.append(unused_text(findings.unread))
     if findings.promptless:
         notes.append(f"{pluralize(findings.promptless, 'row has', 'rows have')} an empty prompt")
     if findings.implicit:

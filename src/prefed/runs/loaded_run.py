@@ -28,11 +28,12 @@ from prefed.data import (
     TokenWriter,
     make_encoder,
 )
-from prefed.data.build import client_of
+from prefed.data.build import client_of, unread_columns
 from prefed.data.config import ByColumn, ByFile, DataConfig, Partition
 from prefed.data.errors import ErrorCollector
 from prefed.data.partition import partition_value
 from prefed.data.sources import ReadCounts, read_records
+from prefed.data.sources.unread import unused_text
 from prefed.data.tokens import comparable
 from prefed.engines import Job
 from prefed.models import Backbone
@@ -353,7 +354,8 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     groups = None if everyone else _groups(config.partition, clients)
     hint = "Repair them, or use --everyone to evaluate clients on all rows." if groups else "Repair them."
     errors, counts = ErrorCollector(hint=hint, count_only=config.invalid == "drop"), ReadCounts()
-    encoder = make_encoder(config, run.backbone.tokenizer, selector_settings(run.experiment))
+    selector = selector_settings(run.experiment)
+    encoder = make_encoder(config, run.backbone.tokenizer, selector)
     writer = TokenWriter(folder, encoder, errors=errors, codes=1)
     strangers, by_file, known = 0, isinstance(config.partition, ByFile), frozenset(clients)
     try:
@@ -389,6 +391,8 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
         "pairs are too long": writer.too_long,
     }
     notes = [f"left out: {count:,} {why}" for why, count in skipped_pairs.items() if count]
+    if unused := unread_columns(counts, selector):
+        notes.append(unused_text(unused))
     return NewPairs(tokens, rows, groups is None, (*notes, *_trained_on(run, tokens)))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from prefed.core.text import listed
 from prefed.data.config import Columns
 from prefed.data.errors import RowError
 from prefed.data.record import Message, Prompt
@@ -85,6 +86,15 @@ def check_unread(
         drop = f"if the model should not see it, set [data] metadata = {json.dumps([path])}"
         raise RowError(f"{path} {problem}; {remedy or f'{use}, or, {drop}'}")
     return unread
+
+
+def unused_text(columns: Iterable[str]) -> str:
+    """Report the columns that were not used.
+
+    >>> unused_text(["worker", ""])
+    "columns not used: worker, ''"
+    """
+    return f"columns not used: {listed(tuple(columns), lambda name: name or repr(name), 12)}"
 
 
 def with_column(columns: Columns, path: str, row: TrackedRow) -> Columns | None:
