@@ -99,5 +99,5 @@ def test_what_has_no_model_of_its_own_is_refused(place, finished):
             write_model(finished, place / "export", client=client)
     with pytest.raises(RunError, match="icl judges pairs with the base model, and has no other"):
         Models(load_run(finished), Sampling()).own("w0")
-    with pytest.raises(ConfigError, match=r"\[report\]: icl trains no model that could answer"):
+    with pytest.raises(ConfigError, match=r"\[report\]: icl trains no model that writes text"):
         shown(place, 2, report={"prompts": "prompts.txt"})

@@ -70,7 +70,7 @@ def test_who_is_dropped_twice_is_asked_no_more(tmp_path, monkeypatch):
         f"round 2: {BAD!r} is set aside after [cohort] offences = 2 bad uploads"
     ]
     with RunWriter(tmp_path / "counted", resume=True) as writer:
-        assert summarize(counted, writer, {})["set_aside"] == {BAD: 2}
+        assert summarize(counted, writer, RunReader(writer.path).rounds(), {})["set_aside"] == {BAD: 2}
     other = toy.run_job(tmp_path / "other", job(None), InProcess, Notes())
     assert server.tensors["model"].equal(other.tensors["model"])
     assert set(other.values["scores"]) - set(server.values["scores"]) == {BAD}

@@ -172,9 +172,7 @@ def test_what_cannot_be_answered_is_refused_before_the_first_round(place, tmp_pa
 
 
 def test_selectors_and_peers_have_no_such_table(place, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"\[report\]: fedbis trains selectors, which write no text: remove it"
-    ):
+    with pytest.raises(ConfigError, match=r"\[report\]: fedbis trains no model that writes text: remove it"):
         Experiment.model_validate(small_experiment(place, method="fedbis", report={"prompts": PROMPTS}))
     alone = Experiment.model_validate(small_experiment(place, method="decdpo", report={"prompts": PROMPTS}))
     text = r"\[report\] needs the models of several clients, and a peer has only its own: remove it"

@@ -151,10 +151,9 @@ class Experiment(StrictModel):
             raise ValueError(
                 f"[data] score = 'whole' is for policies, but {self.method.name} trains selectors: remove it"
             )
-        if self.report is not None and self.method.kind.reads == "choice":
-            raise ValueError(f"[report]: {self.method.name} trains selectors, which write no text: remove it")
-        if self.report is not None and self.method.name == "icl":
-            raise ValueError("[report]: icl trains no model that could answer: remove it")
+        writes = self.method.kind.reads == "policy" and LORA in self.method.kind.needs(self.method.settings)
+        if self.report is not None and not writes:
+            raise ValueError(f"[report]: {self.method.name} trains no model that writes text: remove it")
         count = getattr(self.method.settings, "selectors", 1)
         if self.align is not None and isinstance(self.align.labels, int) and self.align.labels >= count:
             raise ValueError(
@@ -215,7 +214,7 @@ class Experiment(StrictModel):
                 f"[model] gpus = {gpus} takes all visible devices, {gpus} for each process: remove [engine] "
                 "devices, and name devices in CUDA_VISIBLE_DEVICES"
             )
-        if gpus > 1 and self.engine.name == "ray" and (ray is None or ray.num_gpus < gpus):
+        if gpus > 1 and self.engine.name != "local" and (ray is None or ray.num_gpus < gpus):
             raise ValueError(f"[model] gpus = {gpus} needs as many for each actor: set ray.num_gpus = {gpus}")
         if gpus > 1 and self.engine.stack > 1:
             raise ValueError(
@@ -350,26 +349,10 @@ def to_toml(experiment: Experiment) -> str:
     return tomli_w.dumps(experiment.tables())
 
 
-_NEVER = {
-    "icl": "its clients send nothing to protect",
-    "centralized": "it pools all pairs, so there is no client to protect",
-    "local": "its clients send neither tensors nor, with a kind, losses",
-    "fedbiscuit": "it groups clients by the losses that they report without noise",
-}
-"""Method → why it does not support differential privacy."""
-_SINGLE = {
-    "fedamp": "its server mixes the clients' individual models for every client",
-    "fedvpl": "its server stores each client's posterior",
-    "fedvpa": "its server stores each client's posterior and sends it to the others",
-    "fedbiscuit": "its server groups clients by their losses and merges each group",
-}
-"""Method → why its server needs individual uploads."""
-
-
 def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:
-    name, merge = experiment.method.name, experiment.merge
-    if name in _NEVER:
-        yield f"{name} does not support differential privacy: {_NEVER[name]}"
+    kind, merge = experiment.method.kind, experiment.merge
+    if why := kind.reason("NO_NOISE"):
+        yield f"{kind.name} does not support differential privacy: {why}"
     if merge.weights != "uniform" and experiment.whole_graph is None:
         yield (
             f"[merge] weights = {merge.weights!r} depends on numbers that clients send without "
@@ -391,13 +374,13 @@ def needs_single_uploads(experiment: Experiment) -> Iterator[str]:
 
     Central differential privacy and secure aggregation provide only this mean.
     """
-    name, merge = experiment.method.name, experiment.merge
+    kind, merge = experiment.method.kind, experiment.merge
     if experiment.whole_graph is not None:
         yield "without a server, no party has the mean of all uploads"
     if experiment.fleet is not None:
         yield "[fleet] lets a client upload late, or twice in a round: remove it"
-    if name in _SINGLE:
-        yield f"{name}: {_SINGLE[name]}, but only the mean of all uploads is available"
+    if why := kind.reason("SINGLE_UPLOADS"):
+        yield f"{kind.name}: {why}, but only the mean of all uploads is available"
     if merge.rule != "mean":
         yield f"[merge] rule = {merge.rule!r} needs individual uploads: use rule 'mean'"
     if merge.ranks:

@@ -266,15 +266,20 @@ class EngineConfig(StrictModel):
     )
     ray: RayConfig | None = Field(None, description="the Ray cluster and its GPUs; only with name = 'ray'")
 
+    @property
+    def backend(self) -> str:
+        """The name in :data:`prefed.engines.BACKENDS`."""
+        return self.name if self.name != "local" else "processes" if self.workers else "in_process"
+
     @model_validator(mode="after")
     def _placed(self) -> EngineConfig:
         devices = self.devices or []
-        if devices and self.name == "ray":
+        if devices and self.name != "local":
             raise ValueError(
-                "devices does not apply to name = 'ray', which assigns GPUs to its actors: remove it, and "
-                "set ray.num_gpus"
+                f"devices does not apply to name = {self.name!r}, which assigns GPUs to its actors: remove "
+                "it, and set ray.num_gpus"
             )
-        if self.stack > 1 and (self.name == "ray" or self.workers):
+        if self.stack > 1 and self.backend != "in_process":
             raise ValueError(
                 f"stack = {self.stack} needs all clients in one process: remove it, or use name = 'local' "
                 "with workers = 0"

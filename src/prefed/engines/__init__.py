@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         BACKENDS,
         InProcess,
         WorkerProcesses,
-        backend_name,
         check_backend,
         check_devices,
     )
@@ -39,7 +38,6 @@ __all__ = [
     "TrainerFactory",
     "WorkerError",
     "WorkerProcesses",
-    "backend_name",
     "check_backend",
     "check_devices",
     "run_task",

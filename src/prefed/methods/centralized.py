@@ -11,6 +11,7 @@ from prefed.merge import Aggregator, MergeConfig
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
 SOURCE = "DPO (arXiv:2305.18290), eq. 7, on pooled data"
+NO_NOISE = "it pools all pairs, so there is no client to protect"
 
 
 class Settings(LocalSettings):

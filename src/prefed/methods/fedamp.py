@@ -42,6 +42,7 @@ from prefed.merge import (
 from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, lora_parts, lr_schedule
 
 SOURCE = "FedAMP (arXiv:2007.03797), algorithm 1"
+SINGLE_UPLOADS = "its server mixes the clients' individual models for every client"
 CLIENT = "client/"
 """Prefix of the server groups with the models of clients."""
 

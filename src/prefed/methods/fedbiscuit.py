@@ -42,6 +42,8 @@ from prefed.merge import Aggregator, by_mass, clustering, merge_groups
 from prefed.methods.base import ClusterSettings, FedAvgBase, Selectors, lora_parts, lr_schedule
 
 SOURCE = "FedBiscuit (arXiv:2407.03038), algorithm 1"
+NO_NOISE = "it groups clients by the losses that they report without noise"
+SINGLE_UPLOADS = "its server groups clients by their losses and merges each group"
 _log = logging.getLogger("prefed")
 
 

@@ -22,6 +22,7 @@ from prefed.methods.base.tastes import Tastes, TasteSettings, taste_parts
 from prefed.train.losses import LATENT
 
 SOURCE = "FedVPL (arXiv:2605.30873)"
+SINGLE_UPLOADS = "its server stores each client's posterior"
 
 
 class Settings(TasteSettings):

@@ -34,6 +34,7 @@ from prefed.methods.base import TrainingSettings
 from prefed.train.losses import objective
 
 SOURCE = "in-context learning (arXiv:2005.14165), section 2, with each client's own pairs"
+NO_NOISE = "its clients send nothing to protect"
 PART = "examples"
 
 

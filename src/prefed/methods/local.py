@@ -13,6 +13,7 @@ from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts, lr_schedule
 
 SOURCE = "DPO (arXiv:2305.18290), eq. 7, on each client alone"
+NO_NOISE = "its clients send neither tensors nor, with a kind, losses"
 
 
 class Settings(LocalSettings):

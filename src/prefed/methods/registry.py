@@ -28,8 +28,9 @@ class MethodKind:
         personal: by default, each client gets a personal model.
         rounds: value of ``rounds`` written by ``prefed init``; ``None`` for the default of an experiment.
         serverless: the method runs on a graph of neighbours, by default the default ``[graph]``.
-        module: name of the module with ``SOURCE``, ``Settings``, ``needs`` and ``build``; in a file of your
-            own, ``__name__``. Default: ``prefed.methods.NAME``.
+        module: name of the module with ``SOURCE``, ``Settings``, ``needs`` and ``build``, and, for some,
+            the reasons ``NO_NOISE`` and ``SINGLE_UPLOADS``; in a file of your own, ``__name__``. Default:
+            ``prefed.methods.NAME``.
     """
 
     name: str
@@ -83,6 +84,10 @@ class MethodKind:
     def source(self) -> str:
         """The paper, and the equation or algorithm."""
         return str(self._module.SOURCE)
+
+    def reason(self, name: Literal["NO_NOISE", "SINGLE_UPLOADS"]) -> str:
+        """Why it has no differential privacy, or its server needs individual uploads; empty otherwise."""
+        return str(getattr(self._module, name, ""))
 
     @property
     def Settings(self) -> type[TrainingSettings]:  # noqa: N802

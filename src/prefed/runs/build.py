@@ -17,7 +17,7 @@ from prefed.core.strict_settings import flatten
 from prefed.core.text import did_you_mean, pluralize, timed
 from prefed.data import FederatedDataset, SelectorConfig, Template, build_dataset
 from prefed.data.tokens import thumbs
-from prefed.engines import JobFactory, backend_name
+from prefed.engines import JobFactory
 from prefed.engines.diagnostics import Diagnostics
 from prefed.engines.job import Job, JobError
 from prefed.engines.stopping import Stopping
@@ -101,7 +101,7 @@ def of_parent(experiment: Experiment) -> Experiment:
     """
     engine, model = experiment.engine, with_dtype(experiment.model)
     busy = experiment.report is not None or "latent" in experiment.parts
-    if backend_name(engine.name, engine.workers) == "in_process" or busy:
+    if engine.backend == "in_process" or busy:
         return experiment
     if experiment.evaluate.text != 0 and answered_prompts(experiment, load_tokenizer(model)):
         return experiment

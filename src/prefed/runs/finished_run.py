@@ -382,8 +382,7 @@ class RunRecord:
         Raises:
             RunError: the file is damaged.
         """
-        path = self.path / "tastes.json"
-        return _read(path, json.loads, _Tastes) if os.access(path, os.R_OK) else None
+        return tastes_in(self.path)
 
     @cached_property
     def answers(self) -> tuple[Answer, ...]:
@@ -578,6 +577,12 @@ def alignment_of(run: Path) -> Outcome | None:
     if not path.exists():
         return None
     return Outcome(_read(path, json.loads, _Alignment), _labels(path.with_name("labels.jsonl")))
+
+
+def tastes_in(run: Path) -> Mapping[str, Any] | None:
+    """Return :attr:`RunRecord.tastes` without reading the other files of the run."""
+    path = run / "tastes.json"
+    return _read(path, json.loads, _Tastes) if os.access(path, os.R_OK) else None
 
 
 def read_answers(run: Path) -> tuple[Answer, ...]:

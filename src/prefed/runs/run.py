@@ -28,7 +28,6 @@ from prefed.engines import (
     Job,
     NeighbourRounds,
     ServerRounds,
-    backend_name,
     check_devices,
 )
 from prefed.models import ModelError
@@ -215,7 +214,7 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
     answers = round_answers(experiment, job, writer)
     announce(experiment, job, callback)
     with ExitStack() as stack:
-        with timed("engine", backend_name(experiment.engine.name, experiment.engine.workers)):
+        with timed("engine", experiment.engine.backend):
             backend = stack.enter_context(_backend(experiment, job, writer))
         rounds = ServerRounds if job.graph is None else NeighbourRounds
         server = rounds(job, writer, backend, callback, answers=answers).run()
@@ -266,7 +265,7 @@ def conclude(
     _save_adapters(job, server, writer.path, callback)
     config = writer.config() or {}
     summary = {
-        **summarize(job, writer, profiles),
+        **summarize(job, writer, rounds, profiles),
         **more,
         "origin": describe_origin(code_of(config), config.get("method", {}).get("name", "")),
     }
@@ -320,11 +319,11 @@ def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
         engine.threads or 1,
         engine.visit_timeout,
         ray.address,
-        ray.num_gpus if engine.name == "ray" else experiment.model.gpus,
+        experiment.model.gpus if engine.name == "local" else ray.num_gpus,
         tuple(engine.devices or ()),
         lockstep(experiment, job),
     )
-    make = BACKENDS[backend_name(engine.name, engine.workers)]
+    make = BACKENDS[engine.backend]
     return make(job, factory, writer.states, settings)
 
 

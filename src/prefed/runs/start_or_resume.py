@@ -168,7 +168,7 @@ def with_threads(experiment: Experiment, stored: Experiment | None) -> Experimen
     if engine.threads is not None:
         return experiment
     threads = stored.engine.threads if stored else None
-    cores = 1 if engine.name == "ray" else torch.get_num_threads()
+    cores = torch.get_num_threads() if engine.name == "local" else 1
     threads = threads or max(1, cores // max(1, engine.workers))
     return experiment.model_copy(update={"engine": engine.model_copy(update={"threads": threads})})
 

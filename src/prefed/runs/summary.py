@@ -16,7 +16,7 @@ import torch
 
 from prefed.core import Owner, State, Tensors
 from prefed.core.plugins import Code
-from prefed.core.records import Summary
+from prefed.core.records import RoundRecord, Summary
 from prefed.core.wire import decode_state
 from prefed.data import FederatedDataset
 from prefed.data.statistics import dataset_statistics
@@ -27,23 +27,23 @@ from prefed.engines.server_rounds import ASIDE, OFFENCES
 from prefed.merge import lora
 from prefed.methods import METHODS
 from prefed.runs.data_notices import left_out_table
-from prefed.store import RunReader, RunWriter
+from prefed.store import RunWriter
 from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
 
 Profiles: TypeAlias = dict[str, dict[str, dict[str, float]]]
 """Metric → client → block → value."""
 
 
-def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> Summary:
+def summarize(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord], profiles: Profiles) -> Summary:
     """Return the content of ``summary.json`` after the last round.
 
     Args:
+        rounds: the records of all rounds.
         profiles: from :func:`read_profiles`; the summary has their public part.
     """
-    assert writer.last is not None
     assert writer.commit is not None
     public = _public(job, profiles)
-    last: Mapping[str, Any] = writer.last
+    last: Mapping[str, Any] = rounds[-1]
     totals = writer.commit.totals
     summary = {
         "method": job.method.name,
@@ -53,9 +53,9 @@ def summarize(job: Job, writer: RunWriter, profiles: Profiles) -> Summary:
         **_evaluated(job, last["evaluation"]),
         "loss": last["loss"],
         **({"time": last["time"]} if "time" in last else {}),
-        **_stationarity(writer),
+        **_stationarity(rounds),
         **told(job, writer.round, writer.begun.times()),
-        **_best(job, writer),
+        **_best(job, writer, rounds),
         **({"personal": public} if public else {}),
         "parameters": {
             "trainable": trainable(job),
@@ -87,7 +87,7 @@ def _evaluated(job: Job, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     return {name: evaluation[name] for name in names if name in evaluation}
 
 
-def _best(job: Job, writer: RunWriter) -> dict[str, Any]:
+def _best(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord]) -> dict[str, Any]:
     """Return the best round on validation pairs, with the metrics of its evaluation."""
     best = writer.commit.best if writer.commit else None
     if job.stop is None or best is None:
@@ -100,9 +100,8 @@ def _best(job: Job, writer: RunWriter) -> dict[str, Any]:
         "last": {"round": best["last_round"], "value": best["last"]},
     }
     if best["round"]:
-        record = RunReader(writer.path).rounds()[best["round"] - 1]
         figures = {"round": best["round"], "value": best["value"]}
-        told["best"] = {**figures, **_evaluated(job, record["evaluation"])}
+        told["best"] = {**figures, **_evaluated(job, rounds[best["round"] - 1]["evaluation"])}
     return {"stop": told}
 
 
@@ -114,12 +113,12 @@ def trainable(job: Job) -> int:
     return sum(entry.size for entry in moving if entry.part not in (lora.RESIDUAL, "posterior"))
 
 
-def _stationarity(writer: RunWriter) -> dict[str, float]:
+def _stationarity(rounds: Sequence[RoundRecord]) -> dict[str, float]:
     """Return the last ``gradient_norm`` of a diagnosed run, if any, and its final stationarity gap.
 
     The gap is the mean of the last five ``paper_gap``, as in Distributed DPO.
     """
-    told = [record for record in RunReader(writer.path).rounds() if "paper_gap" in record][-5:]
+    told = [record for record in rounds if "paper_gap" in record][-5:]
     if not told:
         return {}
     gap = sum(record["paper_gap"] for record in told) / len(told)

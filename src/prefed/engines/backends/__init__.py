@@ -23,7 +23,6 @@ __all__ = [
     "BACKENDS",
     "InProcess",
     "WorkerProcesses",
-    "backend_name",
     "check_backend",
     "check_devices",
 ]
@@ -82,17 +81,6 @@ BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings]
     "ray": _ray,
 }
 """Name → constructor of a backend. ``tests/laws/test_engine_laws.py`` tests all of them."""
-
-
-def backend_name(engine: str, workers: int) -> str:
-    """The name in :data:`BACKENDS` for ``[engine] name`` and ``workers``.
-
-    >>> backend_name("local", 0), backend_name("local", 2)
-    ('in_process', 'processes')
-    """
-    if engine != "local":
-        return engine
-    return "processes" if workers else "in_process"
 
 
 def check_backend(name: str) -> None:

@@ -122,7 +122,7 @@ def run(
 
 
 def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
-    from prefed.runs.finished_run import read_run
+    from prefed.runs.finished_run import tastes_in
     from prefed.runs.metrics import groupings_of
     from prefed.runs.run import run as run_experiment
     from prefed.ui.pages.page import public_page
@@ -134,8 +134,7 @@ def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, consol
     elif console.quiet:
         typer.echo(f"{result_line(result.summary)} → {path}")
     else:
-        tastes = read_run(path).tastes
-        print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=tastes)
+        print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=tastes_in(path))
         adapters = ", ".join(map(str, result.adapters)) or "none; see `prefed export`"
         for line in (
             f"{'adapters' if len(result.adapters) > 1 else 'adapter'}: {adapters}",
