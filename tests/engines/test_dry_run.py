@@ -11,6 +11,7 @@ import tomli_w
 import torch
 from typer.testing import CliRunner
 
+import prefed.runs.answers
 import prefed.runs.dry_run
 import prefed.runs.run
 import toy
@@ -22,6 +23,7 @@ from prefed.core.wire import encode
 from prefed.engines import RoundError, Task
 from prefed.runs.dry_run import Trial, dry_run, steps_of
 from prefed.testing import QuadraticTrainer
+from prefed.train.generation import Completion
 from prefed.ui.cli import app
 
 
@@ -145,6 +147,36 @@ def test_a_visit_is_as_long_as_its_phases(monkeypatch, method, settings, expecte
         list(backend.run([task]))
     assert seconds == sum(5 + 2 * steps for steps in ran)
     assert expected in (None, seconds)
+
+
+@pytest.mark.parametrize("method", ["fedper", "feddpo", "local"])
+def test_answers_take_as_long_as_in_the_run(place, tmp_path, monkeypatch, method):
+    """Here a batch takes 5 s and 2 s a token of its longest answer, and every answer has the maximum length.
+    The oracle is the run: its models answer two prompts of ``[report]`` after rounds 1, 2, 4 and 5, and three
+    held-out ones after rounds 2, 4 and 5."""
+    clock, written = Clock(), []
+
+    def slow(backbone, tensors, prompts, how, keys):
+        clock.now += 5 + 2 * how.max_tokens
+        written.extend(prompts)
+        return [Completion([7] * how.max_tokens, None) for _ in prompts]
+
+    monkeypatch.setattr(prefed.runs.dry_run.time, "perf_counter", clock)
+    monkeypatch.setattr(prefed.runs.answers, "complete_batch", slow)
+    monkeypatch.setattr(prefed.runs.answers, "surprises", lambda backbone, prompts, given: [1.0] * len(given))
+    settings = {"name": method, "lr": 0.01, "local_steps": 1, "batch_size": 4}
+    changes = {
+        "rounds": 5,
+        "evaluate": {"every": 2, "text": 3},
+        "report": {"prompts": ["Up?", "Down it goes?"]},
+    }
+    asked = experiment(place, method=settings, **changes)
+    found = dry_run(asked, tmp_path / "run")
+    clock.now = 0.0
+    written.clear()
+    run(asked, tmp_path / "run")
+    assert found.answers == {"number": len(written), "tokens": 64}
+    assert found.seconds_per_round["answers"] * 5 == pytest.approx(clock.now)
 
 
 REFUSED = {

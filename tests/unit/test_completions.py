@@ -15,9 +15,10 @@ from prefed.train.generation import (
     as_prompt,
     complete_batch,
     length_batches,
+    padded_batches,
 )
 from prefed.train.packed import NAME, enable_packing
-from small_models import VOCABULARY, away, backbone
+from small_models import FAMILIES, VOCABULARY, away, backbone, float64
 
 PROMPTS = [[5, 9, 2], [7, 7, 3], [1, 50, 80], [6, 4, 33]]
 KEYS = [Key(1).at("sequence", number) for number in range(4)]
@@ -103,6 +104,31 @@ def test_a_sequence_draws_by_its_key_alone():
     same = complete_batch(model, tensors, [PROMPTS[0]] * 3, how, [KEYS[0], KEYS[0], KEYS[1]])
     assert same[0] == same[1] == together[0]
     assert same[2] != same[0]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("packed", [False, True])
+def test_prompts_of_different_lengths_get_what_they_get_by_themselves(family, packed):
+    """In float64. Four fit into a batch, of those that have equal room for a response: 9 tokens, or 61, which
+    the window of 64 leaves for all but the one of six tokens."""
+    with float64():
+        model, tensors = small(family, end=VOCABULARY - 1)
+        if packed:
+            enable_packing(model)
+        prompts = [[5, 9, 2], [7], [1, 50, 80, 4, 4, 9], [6, 4], [8, 8]]
+        for how in (Sampling(max_tokens=9, temperature=0), Sampling(max_tokens=61, temperature=0.9)):
+            found, keys = {}, [*KEYS, Key(9)]
+            batches = padded_batches(model, prompts, how, 4)
+            for batch in batches:
+                some = complete_batch(
+                    model, tensors, [prompts[k] for k in batch], how, [keys[k] for k in batch]
+                )
+                found |= dict(zip(batch, some, strict=True))
+            singles = [
+                complete_batch(model, tensors, [p], how, [k])[0] for p, k in zip(prompts, keys, strict=True)
+            ]
+            assert [found[number] for number in range(5)] == singles
+            assert [len(batch) for batch in batches] == [4, 1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

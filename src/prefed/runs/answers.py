@@ -28,13 +28,12 @@ from prefed.models import Backbone
 from prefed.runs.build import answered_prompts
 from prefed.runs.finished_run import ANSWERS, SITE_TEXT, Answer, no_client, prompt_text, read_answers
 from prefed.runs.summary import mean_models
-from prefed.store import RunWriter
 from prefed.train.generation import (
     Completion,
     Sampling,
     as_prompt,
     complete_batch,
-    length_batches,
+    padded_batches,
     prompt_form,
     room_for,
     surprises,
@@ -77,12 +76,17 @@ class _Asked:
 
 
 class _Answers:
-    """The held-out prompts of a run, and what its models answer to them."""
+    """The held-out prompts of a run, and what its models answer to them.
+
+    Attributes:
+        limit: maximum number of tokens in an answer.
+    """
 
     def __init__(self, experiment: Experiment, job: Job, *, own: bool) -> None:
         self._job, self._own = job, own and has_own_models(job)
         self._trainers = cast(PairTrainerFactory, job.trainers)
-        self._how = Sampling(max_tokens=_limit(experiment, job), temperature=0)
+        self.limit = _limit(experiment, job)
+        self._how = Sampling(max_tokens=self.limit, temperature=0)
         count = answered_prompts(experiment, self._trainers.backbone.tokenizer)
         self._held_out = held_out_prompts(job, count, self._how, own=self._own)
         self._often = experiment.stop is not None or bool(experiment.evaluate.text)
@@ -110,7 +114,7 @@ class _Answers:
         with timed("answers", f"round {number}"):
             shown = {(row.prompt, row.holder) for row in known if row.model == "untouched"}
             new = [each for each in due if each in measured or (each.prompt, each.holder) not in shown]
-            self._base |= self._write(
+            self._base |= self.write(
                 self._trainers.backbone.reference, [each for each in new if each not in self._base]
             )
             first = [_row(0, "untouched", None, each, self._base[each]) for each in new]
@@ -120,7 +124,7 @@ class _Answers:
                 asked = [each for each in due if client is None or client in each.clients]
                 # A client without personal parts, such as a peer, has the published model.
                 same = next((written for each, written in shared if each.equal(tensors)), None)
-                written = same or self._write(tensors, asked)
+                written = same or self.write(tensors, asked)
                 shared += [(tensors, written)] if model == "shared" else []
                 rows += [_row(number, model, client, each, written[each]) for each in asked]
                 own = [(client, written[each]) for each in asked if each in measured]
@@ -140,14 +144,25 @@ class _Answers:
         chosen = [Completion([*each.chosen[:-1]], each.chosen[-1]) for each in known]
         return surprises(self._trainers.backbone, [each.ids for each in known], chosen)
 
-    def _write(self, tensors: Tensors, asked: Sequence[_Asked]) -> dict[_Asked, WrittenAnswer]:
-        """Generate the answers of a model, and score them with the base model."""
+    def batches(self, asked: Sequence[_Asked]) -> list[list[_Asked]]:
+        """Group prompts into those that are answered together."""
+        batches = padded_batches(self._trainers.backbone, [each.ids for each in asked], self._how, BATCH)
+        return [[asked[number] for number in batch] for batch in batches]
+
+    def write(
+        self, tensors: Tensors, asked: Sequence[_Asked], limit: int | None = None
+    ) -> dict[_Asked, WrittenAnswer]:
+        """Generate the answers of a model, and score them with the base model.
+
+        Args:
+            limit: maximum number of tokens (default: the run's).
+        """
+        how = self._how.model_copy(update={"max_tokens": limit or self.limit})
         backbone, answers = self._trainers.backbone, dict[_Asked, WrittenAnswer]()
         backbone.dropout()
-        for batch in length_batches([each.ids for each in asked], BATCH):
-            prompts = [asked[k] for k in batch]
+        for prompts in self.batches(asked):
             ids = [each.ids for each in prompts]
-            completions = complete_batch(backbone, tensors, ids, self._how, [Key(0)] * len(ids))
+            completions = complete_batch(backbone, tensors, ids, how, [Key(0)] * len(ids))
             scores = surprises(backbone, ids, completions)
             for each, (tokens, end), score in zip(prompts, completions, scores, strict=True):
                 text = continuation_text(backbone.tokenizer, each.ids, tokens)
@@ -164,15 +179,16 @@ class RoundAnswers(_Answers):
     hub, which has none, measures the answers to the prompts of ``[report]``.
 
     Args:
+        folder: the run directory.
         personal: whether the clients' private states are here.
 
     Raises:
         ConfigError: there is no such client, or a prompt fills the model's window.
     """
 
-    def __init__(self, experiment: Experiment, job: Job, writer: RunWriter, *, personal: bool = True) -> None:
+    def __init__(self, experiment: Experiment, job: Job, folder: Path, *, personal: bool = True) -> None:
         super().__init__(experiment, job, own=personal)
-        self._writer = writer
+        self._folder = folder
         self._reported = _of_report(experiment, job, self._how, own=self._own) if experiment.report else []
 
     def __call__(
@@ -195,22 +211,37 @@ class RoundAnswers(_Answers):
         Returns:
             ``None`` if no answers are measured.
         """
-        measures = self._measures(number, last=last)
-        due = [
-            *(self._reported if last or _doubles(number) else ()),
-            *(self._held_out if measures else ()),
-        ]
+        measures, due = self._measures(number, last=last), self._due(number, last=last)
         if not due:
             return None
         measured = {*(self._held_out or self._reported)} if measures else set[_Asked]()
         models = self._models(server, publish, states, number, due)
         rows, answers = self._answer(number, due, measured, self._kept(number), models)
-        _save(self._writer.path, rows)
+        _save(self._folder, rows)
         return self._record(answers) if measured else None
+
+    def planned(self, shared: int) -> list[list[_Asked]]:
+        """The prompts of each model in each round of a run, and those of the base model.
+
+        Args:
+            shared: number of published models.
+        """
+        calls, known = list[list[_Asked]](), set[_Asked]()
+        for number in range(1, self._job.rounds + 1):
+            due = self._due(number, last=number == self._job.rounds)
+            calls += [[each for each in due if each not in known], *[due] * shared]
+            clients = dict.fromkeys(client for each in due for client in each.clients)
+            calls += [[each for each in due if client in each.clients] for client in clients]
+            known |= {*due}
+        return [call for call in calls if call]
+
+    def _due(self, number: int, *, last: bool) -> list[_Asked]:
+        reported = self._reported if last or _doubles(number) else ()
+        return [*reported, *(self._held_out if self._measures(number, last=last) else ())]
 
     def _kept(self, number: int) -> list[Answer]:
         """The rows of earlier rounds that stay: if rounds are raised, none of the former last one."""
-        return [row for row in read_answers(self._writer.path) if row.round < number and _doubles(row.round)]
+        return [row for row in read_answers(self._folder) if row.round < number and _doubles(row.round)]
 
     def _models(
         self,

@@ -35,6 +35,7 @@ from prefed.engines.validation import read_upload
 from prefed.merge.mixing import matrix_graph
 from prefed.runs.data_notices import left_out_table, notices
 from prefed.runs.preflight import check_start, checked_job, existing_parent
+from prefed.runs.run import round_answers
 from prefed.runs.start_or_resume import fitted, with_threads
 from prefed.runs.summary import mean_models, trainable
 from prefed.train.pair_trainer import PairTrainerFactory
@@ -43,6 +44,8 @@ STEPS = 3
 """Training steps to time per phase."""
 PAIRS = 16
 """Pairs to time per evaluation."""
+TOKENS = 8
+"""Tokens to time per answer."""
 
 Result = TypeVar("Result")
 
@@ -203,10 +206,12 @@ class DryRun:
         bytes_per_round: ``up`` and ``down``, mean over the rounds.
         bytes: ``up`` and ``down`` of the whole run.
         disk: bytes of ``cache``, ``checkpoint`` and ``adapters``, and the ``free`` bytes on the disk.
-        seconds_per_round: of ``training`` and ``evaluation``, mean over the rounds.
+        seconds_per_round: of ``training``, ``evaluation`` and ``answers``, mean over the rounds. Answers are
+            assumed to have the maximum length.
         seconds: of all rounds.
         timed: basis of the estimated seconds: the ``client`` that was tried, and the number of timed training
             ``steps`` and evaluation ``pairs``.
+        answers: ``number`` of answers to prompts in the whole run, and their maximum number of ``tokens``.
         peak_memory_mb: resident memory of this process so far, in MiB.
         data: used and left-out rows, as in ``summary.json``.
         warnings: about the data, and about settings that do not fit them.
@@ -224,6 +229,7 @@ class DryRun:
     seconds_per_round: dict[str, float]
     seconds: float
     timed: dict[str, str | int]
+    answers: dict[str, int]
     peak_memory_mb: float
     data: dict[str, Any]
     warnings: list[str]
@@ -286,6 +292,7 @@ def _tried(experiment: Experiment, job: Job, cache: Path, place: Path) -> DryRun
     parallel = max(1, min(experiment.engine.workers, job.cohort_size))
     training = sum(each.visits * each.seconds for each in exchanged) / parallel
     evaluation = evaluations * _evaluation(job, trial, server) / parallel
+    number, tokens, answering = _answers(experiment, job, trial, server, place)
     up, down = sum(each.up for each in exchanged), sum(each.down for each in exchanged)
     disk = _disk(job, trial, server, cache, max(plan.number - plan.keep for plan in plans))
     if (needed := sum(disk.values())) > (free := shutil.disk_usage(place).free):
@@ -314,9 +321,14 @@ def _tried(experiment: Experiment, job: Job, cache: Path, place: Path) -> DryRun
         bytes_per_round={"up": round(up / job.rounds), "down": round(down / job.rounds)},
         bytes={"up": up, "down": down},
         disk={**disk, "free": free},
-        seconds_per_round={"training": training / job.rounds, "evaluation": evaluation / job.rounds},
-        seconds=training + evaluation,
+        seconds_per_round={
+            "training": training / job.rounds,
+            "evaluation": evaluation / job.rounds,
+            "answers": answering / job.rounds,
+        },
+        seconds=training + evaluation + answering,
         timed={"client": client, "steps": trial.meter.steps, "pairs": trial.meter.pairs},
+        answers={"number": number, "tokens": tokens},
         peak_memory_mb=peak_memory_mb(),
         data=left_out_table(cast("PairTrainerFactory", job.trainers).dataset),
         warnings=warnings,
@@ -380,6 +392,32 @@ def _evaluation(job: Job, trial: Trial, server: State) -> float:
         each, _ = trial.task(Task("evaluate", client, 1, "", message))
         seconds += each * sum(pairs.values()) / pairs[client]
     return seconds
+
+
+def _answers(
+    experiment: Experiment, job: Job, trial: Trial, server: State, place: Path
+) -> tuple[int, int, float]:
+    """Return the number of answers to prompts in a run, their maximum length, and the seconds they take.
+
+    A few tokens for each number and size of batches are timed. Their models do not share the work of workers.
+    """
+    answers = round_answers(experiment, job, place)
+    if answers is None:
+        return 0, 0, 0.0
+    number, before = 0, trial.meter.whole
+    for asked in answers.planned(len(mean_models(job, server))):
+        number += len(asked)
+
+        def measure(asked: Sequence[Any] = asked) -> tuple[float, None]:
+            def take(tokens: int) -> float:
+                return clocked(lambda: answers.write(job.trainers.initial, asked, tokens))[0]
+
+            take(1)  # not timed: the first use of kernels
+            one = take(1)
+            return one + (answers.limit - 1) * max(0.0, take(1 + TOKENS) - one) / TOKENS, None
+
+        trial.meter.call(("answers", *map(len, answers.batches(asked))), measure)
+    return number, answers.limit, trial.meter.whole - before
 
 
 def _disk(job: Job, trial: Trial, server: State, cache: Path, oldest: int) -> dict[str, int]:

@@ -211,7 +211,7 @@ def _finish(experiment: Experiment, writer: RunWriter, callback: Callback) -> St
 
 def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -> None:
     job = _begin(experiment, writer)
-    answers = round_answers(experiment, job, writer)
+    answers = round_answers(experiment, job, writer.path)
     announce(experiment, job, callback)
     with ExitStack() as stack:
         with timed("engine", experiment.engine.backend):
@@ -227,11 +227,12 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
 
 
 def round_answers(
-    experiment: Experiment, job: Job, writer: RunWriter, *, personal: bool = True
+    experiment: Experiment, job: Job, folder: Path, *, personal: bool = True
 ) -> RoundAnswers | None:
     """Return what lets models answer after a round; ``None`` if there are no prompts.
 
     Args:
+        folder: the run directory.
         personal: whether the clients' private states are here.
 
     Raises:
@@ -242,7 +243,7 @@ def round_answers(
         return None
     from prefed.runs.answers import RoundAnswers
 
-    return RoundAnswers(experiment, job, writer, personal=personal)
+    return RoundAnswers(experiment, job, folder, personal=personal)
 
 
 def conclude(

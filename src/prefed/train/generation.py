@@ -1,4 +1,4 @@
-"""Text generation with a client's tensors: one response, or a batch of prompts of equal length.
+"""Text generation with a client's tensors: one response, or a batch of prompts.
 
 In a batch, tokens are sampled with the Gumbel-max trick. Let z be the processed logits and G_k independent
 Gumbel variables, P(G_k ≤ g) = exp(−e^−g) with density p. Token k has the largest z_k + G_k with probability
@@ -172,19 +172,39 @@ def complete(
     return continuation_text(tokenizer, prompt, output[0, len(prompt) :].tolist())
 
 
-def length_batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+def length_batches(
+    prompts: Sequence[Sequence[int]], size: int, rooms: Sequence[int] | None = None
+) -> list[list[int]]:
     """Group prompt indices into batches of at most ``size`` prompts of equal length, shortest first.
+
+    Args:
+        rooms: the room for each prompt's response: group prompts of equal room instead.
 
     >>> length_batches([[1, 2], [3], [4, 5], [6], [7]], 2)
     [[1, 3], [4], [0, 2]]
+    >>> length_batches([[1, 2], [3], [4, 5], [6], [7]], 4, rooms=[8] * 5)
+    [[1, 3, 4, 0], [2]]
     """
+    alike = rooms or [len(prompt) for prompt in prompts]
     batches: list[list[int]] = []
     for number in sorted(range(len(prompts)), key=lambda number: len(prompts[number])):
         last = batches[-1] if batches else []
-        if not last or len(last) == size or len(prompts[last[0]]) != len(prompts[number]):
+        if not last or len(last) == size or alike[last[0]] != alike[number]:
             batches.append(last := [])
         last.append(number)
     return batches
+
+
+def padded_batches(
+    backbone: Backbone, prompts: Sequence[Sequence[int]], how: Sampling, size: int
+) -> list[list[int]]:
+    """Group prompt indices into as few batches for :func:`complete_batch` as the model allows.
+
+    Raises:
+        ValueError: a prompt fills the model's context.
+    """
+    rooms = [room_for(backbone, len(prompt), how) for prompt in prompts]
+    return length_batches(prompts, size, rooms if _pads(backbone) else None)
 
 
 def complete_batch(
@@ -197,35 +217,40 @@ def complete_batch(
 ) -> list[Completion]:
     """Generate one response to each prompt.
 
-    The noise of a sequence depends only on its key. Its logits depend on the rest of the batch in the last
+    Shorter prompts are padded on the left, if the model supports that. The noise of a sequence depends only
+    on its key. Its logits depend on the rest of the batch in the last
     digits only, because the summation order of a matrix product may change with the number of rows. Equal
     batches give equal tokens.
 
     Args:
         tensors: full layout; ``backbone.reference`` for the base model.
-        prompts: token ids of equal length; see :func:`length_batches`.
+        prompts: token ids of equal length, or with equal room for a response (:func:`padded_batches`).
         keys: one random key per response.
         tastes: ``[B, d_z]``, for a policy with a taste map; ``None`` for none.
 
     Raises:
-        ValueError: prompts have different lengths or fill the context, numbers of prompts, keys and tastes
+        ValueError: prompts do not form a batch or fill the context, numbers of prompts, keys and tastes
             differ, or ``tastes`` is given without a taste map.
     """
     from transformers import GenerationConfig, StaticCache
 
-    if len({len(prompt) for prompt in prompts}) != 1 or len(prompts) != len(keys):
-        lengths = sorted({len(prompt) for prompt in prompts})
+    lengths = sorted({len(prompt) for prompt in prompts})
+    rooms = {room_for(backbone, length, how) for length in lengths}
+    if len(rooms if _pads(backbone) else lengths) != 1 or len(prompts) != len(keys):
         raise ValueError(
             f"got {len(prompts)} prompts of lengths {lengths} and {len(keys)} keys; a batch requires prompts "
             "of equal length and one key per prompt"
         )
     if tastes is not None and len(tastes) != len(prompts):
         raise ValueError(f"got {len(tastes)} tastes for {len(prompts)} prompts; pass one taste per prompt")
-    length, ends, room = len(prompts[0]), end_tokens(backbone), room_for(backbone, len(prompts[0]), how)
+    length, ends, (room, *_) = lengths[-1], end_tokens(backbone), rooms
     # A growing cache is copied for every token. A static cache is not, but not every model supports it.
-    fixed = backbone.family is not None and backbone.family.static_cache
+    fixed = _pads(backbone)
     cache = StaticCache(config=backbone.causal.config, max_cache_len=length + room) if fixed else None
-    ids = torch.tensor([list(prompt) for prompt in prompts], device=backbone.device)
+    spaces = [length - len(prompt) for prompt in prompts]
+    padded = [[min(ends)] * space + list(prompt) for space, prompt in zip(spaces, prompts, strict=True)]
+    ids = torch.tensor(padded, device=backbone.device)
+    mask = torch.tensor([[0] * space + [1] * (length - space) for space in spaces], device=backbone.device)
     settings = GenerationConfig(
         max_new_tokens=room,
         do_sample=False,
@@ -239,12 +264,17 @@ def complete_batch(
     with _usual_attention(backbone), torch.inference_mode(), tasting(backbone.taste_map, tastes):
         output = backbone.causal.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             generation_config=settings,
             logits_processor=_processors(how, keys),
             **{_CACHE: cache},
         )
     return [_until_end(row, ends) for row in output[:, length:].tolist()]
+
+
+def _pads(backbone: Backbone) -> bool:
+    """Whether the model supports a cache of fixed size and padding: its blocks have attention only."""
+    return backbone.family is not None and backbone.family.static_cache
 
 
 def _until_end(row: list[int], ends: set[int]) -> Completion:

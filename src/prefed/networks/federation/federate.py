@@ -165,7 +165,7 @@ def _run(
     # A resumed run must have the same sites, clients and pair counts.
     roster = files.digest(json.dumps(clients, sort_keys=True).encode())
     commit_start(experiment, job, writer, digests_of(experiment, job) | {"data": roster})
-    written = round_answers(experiment, job, writer, personal=False)
+    written = round_answers(experiment, job, writer.path, personal=False)
     announce(experiment, job, callback)
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
     model = job.trainers.fingerprint["model"]

@@ -114,7 +114,7 @@ def _run(
     digests |= {"peer": name, "peers": files.digest(json.dumps(job.members).encode())}
     commit_start(experiment, job, writer, digests)
     meeting.watch.committed(writer.round)
-    answers = round_answers(alone, job, writer)
+    answers = round_answers(alone, job, writer.path)
     announce(alone, job, callback)
     meeting.connect()
     links, engine = Links(meeting.watch, ranks), experiment.engine

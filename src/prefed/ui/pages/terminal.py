@@ -304,6 +304,9 @@ def print_dry_run(found: DryRun, console: Console) -> None:
     rounds = pluralize(found.rounds, "round", "rounds")
     unseen = f", and {pluralize(clients['unseen'], 'newcomer', 'newcomers')}" if clients["unseen"] else ""
     needed = sum(disk.values()) - disk["free"]
+    parts = f"{duration(seconds['evaluation'])} of evaluation"
+    if found.answers["number"]:
+        parts += f" and {duration(seconds['answers'])} of answers"
     rows = {
         "clients": f"{clients['train']:,} train, {clients['cohort']:,} per round; "
         f"{clients['evaluated']:,} evaluated{unseen}",
@@ -316,13 +319,18 @@ def print_dry_run(found: DryRun, console: Console) -> None:
         "disk": f"{size(needed)}: cache {size(disk['cache'])}, checkpoint {size(disk['checkpoint'])}, "
         f"adapters {size(disk['adapters'])}; {size(disk['free'])} free",
         "memory": f"peak {found.peak_memory_mb:,.0f} MiB so far, in this process",
-        "time": f"{duration(sum(seconds.values()))} per round, including {duration(seconds['evaluation'])} "
-        f"of evaluation; {duration(found.seconds)} in {rounds}",
+        "time": f"{duration(sum(seconds.values()))} per round, including {parts}; "
+        f"{duration(found.seconds)} in {rounds}",
         "": f"estimated from {pluralize(int(timed['steps']), 'step', 'steps')} of client "
         f"{printable(str(timed['client']))!r} and "
         f"{pluralize(int(timed['pairs']), 'evaluated pair', 'evaluated pairs')}, "
         "without the initial evaluation of every pair by the base model",
     }
+    if count := found.answers["number"]:
+        tokens = found.answers["tokens"]
+        rows["answers"] = (
+            f"{count:,} to prompts, by all models and in all rounds; at most {tokens} tokens each"
+        )
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
