@@ -2,8 +2,9 @@
 #
 #   make install   a virtual environment in .venv with all that demo and test need
 #   make demo      align a federation of conflicting tastes in front of you, without a network
-#   make test      ruff, mypy and the whole test suite
+#   make test      ruff, mypy and the test suite
 #
+#   make test-all  the suite with every case: what `make test` samples or leaves out, too (nightly, before a release)
 #   make lint      ruff and mypy alone          make docs    the documentation, into site/
 #   make format    let ruff rewrite the code    make bench   the programs behind docs/results.md
 #   make dist      wheel and sdist into dist/   make lock    lock.txt, after a change of constraints.txt
@@ -29,7 +30,7 @@ BIN  := $(VENV)/bin
 PIP   = $(BIN)/python -m pip --disable-pip-version-check
 WITH  = $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help install demo test lint format docs bench dist lock matrix test-processors wheelhouse clean
+.PHONY: help install demo test test-all lint format docs bench dist lock matrix test-processors wheelhouse clean
 .DEFAULT_GOAL := help
 
 help:
@@ -58,8 +59,9 @@ demo: install
 	OMP_NUM_THREADS=1 $(BIN)/prefed demo
 
 # Some hundred modules are compiled once, and not by each of the processes that tests start.
-test: lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+test-all: CASES = --all
+test test-all: lint
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(CASES) --numprocesses $(JOBS) --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

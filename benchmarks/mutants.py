@@ -11,6 +11,7 @@ any does. Add a line with every law, twin or guard that a change of tests might 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -185,6 +186,12 @@ MUTANTS = tuple(
             "placed[client] = max(range(count), key=sizes.__getitem__)",
             "laws/test_cluster_laws.py unit/test_selector_methods.py",
         ),
+        (
+            "merge/config.py",
+            "(1 + late) ** -self.exponent",
+            "(1 + late) ** self.exponent",
+            "unit/test_aggregator.py",
+        ),
         # engines
         (
             "engines/stopping.py",
@@ -243,6 +250,24 @@ MUTANTS = tuple(
         ),
         (
             "data/partition.py",
+            "np.floor(ratio * clients + 0.5)",
+            "np.floor(ratio * clients)",
+            "unit/test_data_partition.py",
+        ),
+        (
+            "data/partition.py",
+            "np.argsort(-margins",
+            "np.argsort(margins",
+            "unit/test_data_partition.py",
+        ),
+        (
+            "data/partition.py",
+            "values.sum(axis=1, keepdims=True)",
+            "values.sum(axis=0, keepdims=True)",
+            "unit/test_data_partition.py laws/test_partition_laws.py",
+        ),
+        (
+            "data/partition.py",
             "train = train[np.sort(drawn)]",
             "train = train[: len(drawn)]",
             "unit/test_data_dataset.py",
@@ -253,6 +278,24 @@ MUTANTS = tuple(
             "for step in steps.values()))",
             "for step in list(steps.values())[:1]))",
             "laws/test_noise_laws.py",
+        ),
+        (
+            "privacy/mechanism.py",
+            "privacy.noise / cohort, key)",
+            "privacy.noise, key)",
+            "laws/test_noise_laws.py",
+        ),
+        (
+            "privacy/mechanism.py",
+            "*[1 / cohort] * len(uploads)]",
+            "*[1 / len(uploads)] * len(uploads)]",
+            "laws/test_noise_laws.py",
+        ),
+        (
+            "privacy/secure/protocol.py",
+            "words + shared if self.client < other else words - shared",
+            "words + shared",
+            "unit/test_secure.py",
         ),
         # methods
         (
@@ -266,6 +309,56 @@ MUTANTS = tuple(
             'State(), published, "train")',
             'State(), published, "validation")',
             "unit/test_selector_methods.py",
+        ),
+        (
+            "methods/base/lr_schedule.py",
+            "(now.number - 1) / rounds",
+            "now.number / rounds",
+            "unit/test_methods.py",
+        ),
+        # losses
+        (
+            "train/losses/preference.py",
+            "1 / (2 * beta)) ** 2",
+            "1 / beta) ** 2",
+            "unit/test_losses.py",
+        ),
+        (
+            "train/losses/batch.py",
+            'self.rejected_ratio / self.need("rejected_length")',
+            "self.rejected_ratio / self.chosen_length",
+            "unit/test_losses.py",
+        ),
+        (
+            "train/losses/ppo.py",
+            "-torch.minimum(ratio",
+            "-torch.maximum(ratio",
+            "unit/test_ppo_losses.py",
+        ),
+        (
+            "train/losses/ppo.py",
+            "for step in reversed(range(",
+            "for step in (range(",
+            "unit/test_ppo_losses.py",
+        ),
+        # core, store, align
+        (
+            "core/random_keys.py",
+            'f"{name!r}={value!r}"',
+            "repr(name)",
+            "unit/test_seeds.py unit/test_data_partition.py",
+        ),
+        (
+            "store/commit.py",
+            "files.digest(data) != digest",
+            "not data",
+            "unit/test_store.py",
+        ),
+        (
+            "align/judge/questions.py",
+            "1.0 - backward.preference",
+            "backward.preference",
+            "unit/test_judges.py",
         ),
     )
 )
@@ -281,8 +374,8 @@ def copy(folder: Path) -> Path:
     return tree
 
 
-def survives(tree: Path, mutant: Mutant) -> bool:
-    """Whether all tests of a mutant pass with its change."""
+def killer(tree: Path, mutant: Mutant) -> str:
+    """The first test that fails with a mutant's change; empty if all pass."""
     path = tree / "src/prefed" / mutant.file
     text = path.read_text("utf-8")
     path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
@@ -290,12 +383,15 @@ def survives(tree: Path, mutant: Mutant) -> bool:
     words = [sys.executable, "-m", "pytest", "-n0", "-x", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
     try:
-        code = subprocess.run(words, cwd=tree, env=environment, capture_output=True).returncode
+        done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True)
     finally:
         path.write_text(text, "utf-8")
-    if code not in (0, 1):
-        raise SystemExit(f"{mutant.file}: {mutant.new!r}: pytest ended with {code}: the tests do not run")
-    return code == 0
+    if done.returncode not in (0, 1):
+        raise SystemExit(
+            f"{mutant.file}: {mutant.new!r}: pytest ended with {done.returncode}: the tests do not run"
+        )
+    found = re.search(r"^(?:SUB)?FAILED.*? (tests/\S+)", done.stdout, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def main(*words: str) -> None:
@@ -311,10 +407,11 @@ def main(*words: str) -> None:
         tree = copy(Path(folder))
         alive = 0
         for mutant in chosen:
-            lives = survives(tree, mutant)
-            alive += lives
+            test = killer(tree, mutant)
+            alive += not test
             line = " ".join(mutant.new.split()) or f"without {mutant.old}"
-            print(f"{'SURVIVES' if lives else 'killed  '}  {mutant.file}: {line}", flush=True)
+            fate = f"killed by {test.removeprefix('tests/')}" if test else "SURVIVES"
+            print(f"{mutant.file}: {line}: {fate}", flush=True)
     print(f"{alive} of {len(chosen)} survive")
     raise SystemExit(bool(alive))
 

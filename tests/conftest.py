@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,48 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 # What fsync does shows only when the power fails: nothing waits for it, but in processes that tests start.
 # tests/unit/test_durability.py says what is synced when.
 os.fsync = lambda handle: None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="run every test and every case, as make test-all does"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "sample: parameters whose product is large; without --all each value of each of them occurs once",
+        "rare: what changes rarely and takes long; run with --all",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only ``--all`` runs."""
+    if config.getoption("--all"):
+        return
+    products: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sample"):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {case for cases in products.values() for case in covering(cases)}
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("rare") or (item.get_closest_marker("sample") and item not in kept)
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def covering(cases: list[pytest.Function]) -> Iterator[pytest.Function]:
+    """Cases in which each value of each parameter occurs; a checksum of their names decides among equals."""
+    values = {case: {(k, repr(v)) for k, v in case.callspec.params.items()} for case in cases}
+    missing = set().union(*values.values())
+    while missing:
+        best = max(cases, key=lambda case: (len(values[case] & missing), zlib.crc32(case.name.encode())))
+        missing -= values[best]
+        yield best
 
 
 def _beside(*parts: str) -> Path:

@@ -160,11 +160,12 @@ def experiment(place: Path, words: Path, train: str = "train.jsonl") -> None:
     (place / "exp.toml").write_text(FILE.format(train=train, model=words))
 
 
-@pytest.mark.parametrize(("content", "message"), LINES.values(), ids=LINES)
-def test_json_lines_that_cannot_be_used(place: Path, words: Path, content: bytes, message: str) -> None:
-    (place / "train.jsonl").write_bytes(content)
-    experiment(place, words)
-    assert message in output("data", "exp.toml")
+def test_json_lines_that_cannot_be_used(place: Path, words: Path, subtests: pytest.Subtests) -> None:
+    for case, (content, message) in LINES.items():
+        with subtests.test(case):
+            (place / "train.jsonl").write_bytes(content)
+            experiment(place, words)
+            assert message in output("data", "exp.toml")
 
 
 OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
@@ -260,11 +261,12 @@ USABLE = {
 }
 
 
-@pytest.mark.parametrize(("content", "shown"), USABLE.values(), ids=USABLE)
-def test_what_is_unusual_and_can_be_used(place: Path, words: Path, content: bytes, shown: str) -> None:
-    (place / "train.jsonl").write_bytes(content)
-    experiment(place, words)
-    assert shown in output("data", "exp.toml", code=0)
+def test_what_is_unusual_and_can_be_used(place: Path, words: Path, subtests: pytest.Subtests) -> None:
+    for case, (content, shown) in USABLE.items():
+        with subtests.test(case):
+            (place / "train.jsonl").write_bytes(content)
+            experiment(place, words)
+            assert shown in output("data", "exp.toml", code=0)
 
 
 def test_a_data_file_needs_no_experiment(place: Path, words: Path) -> None:

@@ -121,13 +121,16 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("override", "expected"), VALUES.values(), ids=VALUES)
-def test_a_value_that_cannot_be(place: Path, override: str, expected: str) -> None:
+def test_a_value_that_cannot_be(place: Path, subtests: pytest.Subtests) -> None:
     """The message has the option as it was given, the key and what would do."""
-    message = refused("run", "exp.toml", "--set", override, "--out", "out")
-    assert message.startswith((f"error: --set {override}: ", f"error: exp.toml with --set {override}: "))
-    assert expected in message
-    assert not (place / "out").exists()
+    for case, (override, expected) in VALUES.items():
+        with subtests.test(case):
+            message = refused("run", "exp.toml", "--set", override, "--out", "out")
+            assert message.startswith(
+                (f"error: --set {override}: ", f"error: exp.toml with --set {override}: ")
+            )
+            assert expected in message
+            assert not (place / "out").exists()
 
 
 CONFLICTS = {
@@ -153,11 +156,12 @@ CONFLICTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "expected"), CONFLICTS.values(), ids=CONFLICTS)
-def test_settings_that_do_not_go_together(place: Path, overrides: list[str], expected: str) -> None:
-    words = [word for override in overrides for word in ("--set", override)]
-    assert expected in refused("run", "exp.toml", *words, "--out", "out")
-    assert not (place / "out").exists()
+def test_settings_that_do_not_go_together(place: Path, subtests: pytest.Subtests) -> None:
+    for case, (overrides, expected) in CONFLICTS.items():
+        with subtests.test(case):
+            words = [word for override in overrides for word in ("--set", override)]
+            assert expected in refused("run", "exp.toml", *words, "--out", "out")
+            assert not (place / "out").exists()
 
 
 CONTENTS: dict[str, tuple[bytes, str]] = {
@@ -175,10 +179,11 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "expected"), CONTENTS.values(), ids=CONTENTS)
-def test_a_file_that_is_no_experiment(place: Path, content: bytes, expected: str) -> None:
-    (place / "exp.toml").write_bytes(content)
-    assert expected in refused("data", "exp.toml")
+def test_a_file_that_is_no_experiment(place: Path, subtests: pytest.Subtests) -> None:
+    for case, (content, expected) in CONTENTS.items():
+        with subtests.test(case):
+            (place / "exp.toml").write_bytes(content)
+            assert expected in refused("data", "exp.toml")
 
 
 @pytest.mark.parametrize("content", ["\ufeff" + FILE, FILE.replace("\n", "\r\n")], ids=["BOM", "CRLF"])
@@ -290,8 +295,9 @@ USAGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "expected"), USAGE.values(), ids=USAGE)
-def test_a_command_that_is_none(place: Path, words: list[str], expected: str) -> None:
+def test_a_command_that_is_none(place: Path, subtests: pytest.Subtests) -> None:
     """What can be seen to be wrong from the words alone ends with 2."""
-    assert expected in refused(*words, code=2)
-    assert [path.name for path in place.iterdir()] == ["exp.toml"]
+    for case, (words, expected) in USAGE.items():
+        with subtests.test(case):
+            assert expected in refused(*words, code=2)
+            assert [path.name for path in place.iterdir()] == ["exp.toml"]

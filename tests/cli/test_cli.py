@@ -297,19 +297,24 @@ def test_help_is_quick_because_nothing_heavy_is_imported():
     assert "Run an experiment" in prefed_("--help")
 
 
-@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
-def test_help_loses_no_word_in_brackets(command):
+def test_help_loses_no_word_in_brackets(subtests):
     """``[stop]`` in a text is a table of the experiment file; no terminal may take it for markup."""
-    own = [
-        info.help
-        for a in command.callback.__annotations__.values()
-        for info in getattr(a, "__metadata__", ())
-    ]
-    words = {
-        word for text in [command.callback.__doc__, *own] for word in re.findall(r"\[[a-z]+\]", text or "")
-    }
-    output = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command.callback.__name__, "--help"]).output
-    assert [word for word in words if word not in output] == []
+    for command in app.registered_commands:
+        with subtests.test(command=command):
+            own = [
+                info.help
+                for a in command.callback.__annotations__.values()
+                for info in getattr(a, "__metadata__", ())
+            ]
+            words = {
+                word
+                for text in [command.callback.__doc__, *own]
+                for word in re.findall(r"\[[a-z]+\]", text or "")
+            }
+            output = (
+                CliRunner(env={"COLUMNS": "200"}).invoke(app, [command.callback.__name__, "--help"]).output
+            )
+            assert [word for word in words if word not in output] == []
 
 
 def test_the_version():

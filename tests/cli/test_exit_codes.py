@@ -64,31 +64,34 @@ def test_a_peer_ends_its_process_with_the_same_codes():
     assert codes == [1, 2, 0]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_what_is_not_there_is_1(name):
-    code, errors = ended(*COMMANDS[name][0])
-    assert (code, errors.startswith("error: ")) == (1, True), errors
+def test_what_is_not_there_is_1(subtests):
+    for name in COMMANDS:
+        with subtests.test(name=name):
+            code, errors = ended(*COMMANDS[name][0])
+            assert (code, errors.startswith("error: ")) == (1, True), errors
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, *WITHOUT_A_FILE])
-def test_an_unknown_option_is_2(name):
-    code, errors = ended(name, "--colour")
-    assert (code, "No such option" in errors) == (2, True), errors
+def test_an_unknown_option_is_2(subtests):
+    for name in (*COMMANDS, *WITHOUT_A_FILE):
+        with subtests.test(name=name):
+            code, errors = ended(name, "--colour")
+            assert (code, "No such option" in errors) == (2, True), errors
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, *WITHOUT_A_FILE])
-def test_ctrl_c_is_130(name, monkeypatch):
+def test_ctrl_c_is_130(monkeypatch, subtests):
     """It comes while the command works, in whatever it calls then."""
 
     def interrupted(*words, **options):
         raise KeyboardInterrupt
 
-    words, called = {**COMMANDS, **{n: ([n], c) for n, (_, c) in WITHOUT_A_FILE.items()}}[name]
-    monkeypatch.setattr(called, interrupted)
-    words = ["demo", "--out", "new"] if name == "demo" else words
-    words = ["theory"] if name == "theory" else words
-    code, errors = ended(*words)
-    assert (code, "stopped" in errors) == (130, True), errors
+    commands = {**COMMANDS, **{n: ([n], c) for n, (_, c) in WITHOUT_A_FILE.items()}}
+    commands["demo"] = ["demo", "--out", "new"], commands["demo"][1]
+    commands["theory"] = ["theory"], commands["theory"][1]
+    for name, (words, called) in commands.items():
+        with subtests.test(name), monkeypatch.context() as patch:
+            patch.setattr(called, interrupted)
+            code, errors = ended(*words)
+            assert (code, "stopped" in errors) == (130, True), errors
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["methods"], ["init", "feddpo"], ["run", "-h"]])

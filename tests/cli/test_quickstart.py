@@ -117,13 +117,14 @@ def test_a_starting_file_names_the_model(folder: Path) -> None:
     assert tomllib.loads((folder / "fedper.toml").read_text("utf-8"))["model"]["name"] == "my/model"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_example_of_every_method_loads(method: str) -> None:
+def test_an_example_of_every_method_loads(subtests: pytest.Subtests) -> None:
     """The rate in it is the method's own: a default changes nothing."""
-    experiment = Experiment.parse(example_file(method, "pairs.jsonl", "demo/model"))
-    assert experiment.model.name == "demo/model"
-    assert experiment.method.name == method
-    assert experiment.method.settings.lr == METHODS[method].Settings().lr
+    for method in METHODS:
+        with subtests.test(method=method):
+            experiment = Experiment.parse(example_file(method, "pairs.jsonl", "demo/model"))
+            assert experiment.model.name == "demo/model"
+            assert experiment.method.name == method
+            assert experiment.method.settings.lr == METHODS[method].Settings().lr
 
 
 @pytest.mark.parametrize("method", ["fedvpl", "fedvpa"])

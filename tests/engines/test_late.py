@@ -212,29 +212,26 @@ def test_a_discount_shortens_the_steps_of_fedbuff():
     assert moved.flat.tolist() == [0.5] * layout.size  # s(3) = 1/4 of the mean step 2
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_which_methods_take_late_uploads(name):
+def late_exchanges(name, **merge):
+    """What each exchange of a method makes of late uploads."""
+    kind, config = METHODS[name], MergeConfig(**merge)
+    method = kind.build(kind.Settings(), toy.LAYOUT, Aggregator(config, toy.LAYOUT, 2.0), 3)
+    return {exchange.late for exchange in method.exchanges if exchange.to != "all"}
+
+
+def test_which_methods_take_late_uploads(subtests):
     """Methods whose merge is a mean of models do. Control variates, attention, alignment, clusters and
     training alone do not, nor neighbours. Nor does any method under the LoRA rules that tie a model to its
     round."""
-    kind = METHODS[name]
-    settings_ = kind.Settings()
-
-    def late(**merge):
-        config = MergeConfig(**merge)
-        layout = toy.LAYOUT
-        if config.lora == "fedex":
-            return {"refused"}
-        method = kind.build(settings_, layout, Aggregator(config, layout, 2.0), 3)
-        return {exchange.late for exchange in method.exchanges if exchange.to != "all"}
-
-    assert late() == ({"model"} if name in LATE else {"refused"})
-    assert late(late="delta") == ({"delta"} if name in LATE else {"refused"})
-    if name == "decdpo":
-        with pytest.raises(ValueError, match="needs a server, and neighbours have none"):
-            late(lora="rolora")
-    elif name != "fedbiscuit":
-        assert late(lora="rolora") == {"refused"}
+    for name in METHODS:
+        with subtests.test(name):
+            assert late_exchanges(name) == ({"model"} if name in LATE else {"refused"})
+            assert late_exchanges(name, late="delta") == ({"delta"} if name in LATE else {"refused"})
+            if name == "decdpo":
+                with pytest.raises(ValueError, match="needs a server, and neighbours have none"):
+                    late_exchanges(name, lora="rolora")
+            elif name != "fedbiscuit":
+                assert late_exchanges(name, lora="rolora") == {"refused"}
 
 
 def test_a_fleet_that_cannot_serve_is_refused():

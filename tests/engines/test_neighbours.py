@@ -277,27 +277,27 @@ def test_a_client_predicts_with_its_own_model(tmp_path):
         assert evaluation[client] == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_which_methods_can_do_without_their_server(name):
+def without_server(name, **merge):
+    """A method whose clients mix with their neighbours."""
+    kind, config = METHODS[name], MergeConfig(**merge)
+    chosen = kind.Settings()
+    made = kind.build(chosen, toy.LAYOUT, Aggregator(config, toy.LAYOUT, 2.0), 3)
+    return made if name == "decdpo" else to_neighbours(made, chosen, config)
+
+
+def test_which_methods_can_do_without_their_server(subtests):
     """Those whose server sends a model and averages models. DecDPO is FedDPO without its server."""
-    kind, layout = METHODS[name], toy.LAYOUT
-
-    def build(**merge):
-        config = MergeConfig(**merge)
-        chosen = kind.Settings()
-        made = kind.build(chosen, layout, Aggregator(config, layout, 2.0), 3)
-        return made if name == "decdpo" else to_neighbours(made, chosen, config)
-
-    if name not in AVERAGED | {"decdpo"}:
-        with pytest.raises(ValueError, match="does more than average models"):
-            build()
-        return
-    assert [exchange.to for exchange in build().exchanges] == ["neighbours"]
-    for merge in ({"rule": "median"}, {"optimizer": {"name": "fedadam"}}, {"weights": "mass"}):
-        with pytest.raises(
-            ValueError, match=r"\[graph\] determines how models are mixed|does more than|use rule 'mean'"
-        ):
-            build(**merge)
+    impossible = r"\[graph\] determines how models are mixed|does more than|use rule 'mean'"
+    for name in METHODS:
+        with subtests.test(name):
+            if name not in AVERAGED | {"decdpo"}:
+                with pytest.raises(ValueError, match="does more than average models"):
+                    without_server(name)
+                continue
+            assert [exchange.to for exchange in without_server(name).exchanges] == ["neighbours"]
+            for merge in ({"rule": "median"}, {"optimizer": {"name": "fedadam"}}, {"weights": "mass"}):
+                with pytest.raises(ValueError, match=impossible):
+                    without_server(name, **merge)
 
 
 def test_what_a_graph_cannot_serve_is_refused():

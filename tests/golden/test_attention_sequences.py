@@ -106,6 +106,7 @@ def plain_states(model: Backbone, packing: Packing) -> torch.Tensor:
     return torch.cat(states)[packing.rows]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kernel", ["_varlen", "_one_by_one", None])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,6 +129,7 @@ def test_attention_calls_equal_the_plain_model(
     assert (got - want).norm() < 1e-10 * want.norm()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kernel", ["_varlen", "_one_by_one", None])
 @pytest.mark.parametrize("window", [4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,6 +218,7 @@ def test_no_mask_of_the_square_of_the_length_on_a_fake_gpu(window: int | None) -
     assert (result.device.type, result.shape) == ("cuda", (1, 6000, 4, 64))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("dtype", "width", "kernel"),
     [

@@ -107,6 +107,7 @@ def agree(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("beta", [0.05, 0.7])
 @pytest.mark.parametrize(
     ("name", "loss_type", "smoothing"),

@@ -39,6 +39,7 @@ def stays(name: str, rule: str) -> frozenset[str]:
     return STAYS.get(name, frozenset() if name in MERGES_NOTHING else STAYS_BY_RULE.get(rule, frozenset()))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "rule"),
     [

@@ -84,6 +84,7 @@ def inspect(case: str, problem: Problem) -> tuple[str, ...]:
     return private
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("case", "rule"),
     [
@@ -102,6 +103,7 @@ def test_no_private_number_is_in_any_message(case, rule):
         assert set(problem.build().ownership.names(Owner.PERSONAL)) == set(private)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("case", "name"),
     [

@@ -330,10 +330,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("tables", "words"), REFUSED, ids=str)
-def test_what_noise_cannot_hide_is_refused(tables, words):
-    with pytest.raises(ValueError, match=words):
-        experiment(**tables)
+def test_what_noise_cannot_hide_is_refused(subtests):
+    for tables, words in REFUSED:
+        with subtests.test(tables=tables, words=words), pytest.raises(ValueError, match=words):
+            experiment(**tables)
 
 
 def test_all_other_methods_go_with_a_kind():

@@ -48,23 +48,23 @@ def test_defaults_are_filled_in(file):
     assert resolved["evaluate"]["every"] == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_resolved_experiment_reads_back_as_itself(method):
+def test_a_resolved_experiment_reads_back_as_itself(subtests):
     """Law: parse ∘ to_toml is the identity, for every method and its settings."""
-    experiment = Experiment.parse(starting_file(method))
-    assert Experiment.parse(to_toml(experiment)) == experiment
-    assert tomllib.loads(to_toml(experiment)) == experiment.tables()
-    steps = {"local_steps": 7, "betas": [0.8, 0.9]}
-    changed = Experiment.model_validate(
-        {**tomllib.loads(starting_file(method)), "method": {"name": method, **steps}}
-    )
-    assert Experiment.parse(to_toml(changed)) == changed
-    assert changed.method.settings.local_epochs is None
+    for method in METHODS:
+        with subtests.test(method=method):
+            experiment = Experiment.parse(starting_file(method))
+            assert Experiment.parse(to_toml(experiment)) == experiment
+            assert tomllib.loads(to_toml(experiment)) == experiment.tables()
+            steps = {"local_steps": 7, "betas": [0.8, 0.9]}
+            changed = Experiment.model_validate(
+                {**tomllib.loads(starting_file(method)), "method": {"name": method, **steps}}
+            )
+            assert Experiment.parse(to_toml(changed)) == changed
+            assert changed.method.settings.local_epochs is None
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
+def test_what_is_wrong_is_named_with_what_would_do(file, subtests):
+    for override, words in (
         ("method.lr=inf", "--set method.lr=inf: method.lr = inf: should be a finite number"),
         ("evaluate.beta=nan", "--set evaluate.beta=nan: evaluate.beta = nan: should be a finite number"),
         ("method.lrr=1", "--set method.lrr=1: method.lrr: no such key; did you mean 'lr'?"),
@@ -104,12 +104,11 @@ def test_a_resolved_experiment_reads_back_as_itself(method):
         ("nonsense", "--set nonsense: write key=value, e.g. --set method.lr=1e-4"),
         ("=3", "--set =3: write key=value"),
         ("engine.name=cloud", "engine.name = 'cloud': should be 'local'"),
-    ],
-)
-def test_what_is_wrong_is_named_with_what_would_do(file, override, words):
-    with pytest.raises(ConfigError) as caught:
-        Experiment.load(file, [override])
-    assert words in str(caught.value)
+    ):
+        with subtests.test(override=override, words=words):
+            with pytest.raises(ConfigError) as caught:
+                Experiment.load(file, [override])
+            assert words in str(caught.value)
 
 
 def test_the_advice_for_broken_text_can_be_followed(file):
@@ -222,36 +221,38 @@ def test_a_cohort_has_one_size(file):
         Experiment.load(file, ["cohort.size=2", "cohort.fraction=0.5"])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_starting_file_loads_and_says_what_the_defaults_are(method):
+def test_a_starting_file_loads_and_says_what_the_defaults_are(subtests):
     """Every key of every record is in the file; uncommented one by one, each default it shows loads and
     changes nothing."""
-    text = starting_file(method)
-    plain = Experiment.parse(text)
-    lines = text.splitlines()
-    before = lines[: lines.index("# [fleet]")]
-    shown = [number for number, line in enumerate(before) if line.startswith("# ") and " = " in line]
-    shown = [number for number in shown if lines[number].split(" = ")[0][2:].isidentifier()]
-    assert len(shown) > 30
-    for number in shown:
-        opened = [*lines[:number], lines[number][2:], *lines[number + 1 :]]
-        assert Experiment.parse("\n".join(opened)) == plain, lines[number]
-    for key in tomllib.loads(to_toml(plain))["method"]:
-        assert any(line.removeprefix("# ").startswith(f"{key} =") for line in lines), key
-    uncommented = [n for n, line in enumerate(lines) if line and line[0] not in "#[" and n]
-    assert all(lines[number - 1].startswith(("# ", "[")) for number in uncommented)
+    for method in METHODS:
+        with subtests.test(method=method):
+            text = starting_file(method)
+            plain = Experiment.parse(text)
+            lines = text.splitlines()
+            before = lines[: lines.index("# [fleet]")]
+            shown = [number for number, line in enumerate(before) if line.startswith("# ") and " = " in line]
+            shown = [number for number in shown if lines[number].split(" = ")[0][2:].isidentifier()]
+            assert len(shown) > 30
+            for number in shown:
+                opened = [*lines[:number], lines[number][2:], *lines[number + 1 :]]
+                assert Experiment.parse("\n".join(opened)) == plain, lines[number]
+            for key in tomllib.loads(to_toml(plain))["method"]:
+                assert any(line.removeprefix("# ").startswith(f"{key} =") for line in lines), key
+            uncommented = [n for n, line in enumerate(lines) if line and line[0] not in "#[" and n]
+            assert all(lines[number - 1].startswith(("# ", "[")) for number in uncommented)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_starting_file_has_as_many_rounds_as_the_method_needs(method):
+def test_a_starting_file_has_as_many_rounds_as_the_method_needs(subtests):
     """Latent tastes need some 40 rounds of two steps before they separate; other methods take the default."""
-    rounds = Experiment.parse(starting_file(method)).rounds
-    needed = Experiment.model_fields["rounds"].default if METHODS[method].rounds is None else 60
-    needed = 1 if method == "icl" else needed
-    assert rounds >= needed
-    assert (rounds == Experiment.model_fields["rounds"].default) == (
-        method not in ("fedvpl", "fedvpa", "lore", "pal", "icl")
-    )
+    for method in METHODS:
+        with subtests.test(method=method):
+            rounds = Experiment.parse(starting_file(method)).rounds
+            needed = Experiment.model_fields["rounds"].default if METHODS[method].rounds is None else 60
+            needed = 1 if method == "icl" else needed
+            assert rounds >= needed
+            assert (rounds == Experiment.model_fields["rounds"].default) == (
+                method not in ("fedvpl", "fedvpa", "lore", "pal", "icl")
+            )
 
 
 @pytest.mark.parametrize(

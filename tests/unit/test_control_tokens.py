@@ -61,6 +61,7 @@ def encode(made, record, kind="auto", **options):
     return outcome
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 @given(prompt=prompts)
 def test_a_prompt_has_the_same_tokens_in_training_and_generation(name, kind, prompt):

@@ -166,6 +166,7 @@ def test_other_tables_of_pandas_are_refused(tmp_path, orient):
     assert len(build(tmp_path / "rows.json", tmp_path, None).tokens) == 3
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
 @pytest.mark.parametrize(
     "words", ["TRUE FALSE", "WAHR FALSCH", "VRAI FAUX", "DOĞRU YANLIŞ", "👍 👎", "Thumbs_up thumbs_down"]

@@ -309,9 +309,8 @@ def test_the_columns_show_the_format(name, row):
 GAP = COMMUNITY | turn("second", *NO_TURN) | turn("third", "More?", ["A.", "B.", "C.", "D."], "response_a")
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
+def test_a_malformed_row_names_what_is_wrong(read, subtests):
+    for row, words in (
         (ARENA | {"winner": "both"}, ["winner", "'both'"]),
         (ARENA | {"conversation_a": "[{'role': 'user'}]"}, ["conversation_a", "JSON"]),
         (ARENA | {"conversation_b": None}, ["conversation_b", "missing"]),
@@ -335,15 +334,14 @@ GAP = COMMUNITY | turn("second", *NO_TURN) | turn("third", "More?", ["A.", "B.",
             {"interaction_id": 1, "user_prompt": "q", "model_response": "a", "score": 3},
             ["PRISM", "conversations"],
         ),
-    ],
-)
-def test_a_malformed_row_names_what_is_wrong(read, row, words):
-    with pytest.raises(DataError) as error:
-        read(row)
-    assert "row 1: " in str(error.value)
-    message = str(error.value).partition("row 1: ")[2]
-    assert all(word in message for word in words)
-    assert ("no known format has the columns" in message) == ("interaction_id" in row)
+    ):
+        with subtests.test(row=row, words=words):
+            with pytest.raises(DataError) as error:
+                read(row)
+            assert "row 1: " in str(error.value)
+            message = str(error.value).partition("row 1: ")[2]
+            assert all(word in message for word in words)
+            assert ("no known format has the columns" in message) == ("interaction_id" in row)
 
 
 PAIRS = {

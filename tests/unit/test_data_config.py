@@ -47,9 +47,8 @@ def test_a_list_of_sources_is_named_after_its_files():
         DataConfig(train=["a/one.jsonl", "b/one.csv"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_refuses(subtests):
+    for change, message in (
         (
             {"partition": None},
             r'set partition, e\.g\. to \{by = "iid", clients = 10\}',
@@ -70,11 +69,9 @@ def test_a_list_of_sources_is_named_after_its_files():
         ({"max_length": 1}, "greater than or equal to 2"),
         ({"train": {}}, "the table of sources is empty"),
         ({"tests": "t.jsonl"}, "Extra inputs"),
-    ],
-)
-def test_refuses(change, message):
-    with pytest.raises(ValidationError, match=message):
-        DataConfig(**({"train": "x.jsonl", "partition": IID} | change))
+    ):
+        with subtests.test(change=change), pytest.raises(ValidationError, match=message):
+            DataConfig(**({"train": "x.jsonl", "partition": IID} | change))
 
 
 def test_tables_of_other_roles_name_the_same_clients():

@@ -25,6 +25,7 @@ def folder(tmp_path):
     return tmp_path / "tokens"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["ids.i32", "records.jsonl", "held.i64", "bounds.i64", "margins.f32"])
 @pytest.mark.parametrize("change", [lambda data: data[:-8], lambda data: b"", lambda data: data + bytes(8)])
 def test_a_file_of_another_size_is_refused(folder, name, change):
@@ -43,18 +44,19 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_noticed_and_its_file_named(folder, name):
+def test_a_flipped_bit_is_noticed_and_its_file_named(folder, subtests):
     """In the first, the middle and the last byte of each file, which keeps its size."""
-    assert {path.name for path in folder.iterdir()} == set(FILES)
-    data = (folder / name).read_bytes()
-    for at in (0, len(data) // 2, len(data) - 1):
-        (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises(DataError, match=re.escape(name)) as caught:
-            FederatedDataset.open(folder)
-        assert "delete it to rebuild it" in str(caught.value)
-    (folder / name).write_bytes(data)
-    assert len(FederatedDataset.open(folder).clients) == 3
+    for name in FILES:
+        with subtests.test(name=name):
+            assert {path.name for path in folder.iterdir()} == set(FILES)
+            data = (folder / name).read_bytes()
+            for at in (0, len(data) // 2, len(data) - 1):
+                (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+                with pytest.raises(DataError, match=re.escape(name)) as caught:
+                    FederatedDataset.open(folder)
+                assert "delete it to rebuild it" in str(caught.value)
+            (folder / name).write_bytes(data)
+            assert len(FederatedDataset.open(folder).clients) == 3
 
 
 def test_equal_inputs_do_not_hide_damage(folder, tmp_path):

@@ -168,9 +168,8 @@ def test_a_damaged_saved_data_set_is_named(tmp_path):
         all_records(str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_a_broken_file_is_named_with_its_row(tmp_path, subtests):
+    for name, content, message in (
         ("a.jsonl", b'{"a": "b\n', r"a.jsonl, row 1: not JSON: Unterminated string starting at character 7$"),
         ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a.jsonl, row 2: not JSON: Expecting value at character"),
         (
@@ -202,13 +201,12 @@ def test_a_damaged_saved_data_set_is_named(tmp_path):
         ("a.json", b"[" * 100_000, r"a.json: not readable as JSON: nested too deeply"),
         ("a.json", b"[" + b"9" * 5000 + b"]", r"a.json: not readable as JSON: .* 5000 digits$"),
         ("a.jsonl.gz", CORRUPT, r"a\.jsonl\.gz: incomplete gzip file"),
-    ],
-)
-def test_a_broken_file_is_named_with_its_row(tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read(path)
+    ):
+        with subtests.test(name=name, content=content):
+            path = tmp_path / name
+            path.write_bytes(content)
+            with pytest.raises(DataError, match=message):
+                read(path)
 
 
 def test_a_csv_row_with_an_undecodable_line_goes_as_a_whole(tmp_path):
@@ -273,9 +271,9 @@ def test_missing_columns_are_told_at_the_first_row(tmp_path):
         all_records({"path": str(path), "columns": {"chosen": "best"}})
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_an_unusable_row_is_an_error_or_dropped(tmp_path, subtests):
+    """``invalid`` decides. The other two rows are good in both cases."""
+    for row, message in (
         ({"chosen": "  "}, "row 2: chosen is empty"),
         ({"rejected": None}, "row 2: rejected is missing"),
         ({"rejected": 4}, "row 2: rejected must be text or a list of messages, not a number"),
@@ -297,19 +295,17 @@ def test_missing_columns_are_told_at_the_first_row(tmp_path):
             {"chosen": [{"role": ["user"], "content": "a"}], "rejected": [{"role": "user", "content": "b"}]},
             r"row 2: chosen has a message with role \['user'\]",
         ),
-    ],
-)
-def test_an_unusable_row_is_an_error_or_dropped(tmp_path, row, message):
-    """``invalid`` decides. The other two rows are good in both cases."""
-    path = tmp_path / "a.jsonl"
-    rows = pairs(3)
-    rows[1] |= row
-    path.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(DataError, match=message):
-        all_records(str(path))
-    records, counts, errors = all_records(str(path), invalid="drop")
-    assert [record.prompt for record in records] == ["Q0:", "Q2:"]
-    assert (counts.read, errors.count) == (3, 1)
+    ):
+        with subtests.test(row=row, message=message):
+            path = tmp_path / "a.jsonl"
+            rows = pairs(3)
+            rows[1] |= row
+            path.write_text("\n".join(map(json.dumps, rows)))
+            with pytest.raises(DataError, match=message):
+                all_records(str(path))
+            records, counts, errors = all_records(str(path), invalid="drop")
+            assert [record.prompt for record in records] == ["Q0:", "Q2:"]
+            assert (counts.read, errors.count) == (3, 1)
 
 
 def test_equal_responses_are_dropped_and_counted(tmp_path):

@@ -248,9 +248,8 @@ def dialogue(*lines):
     return [{"role": turn.role, "content": turn.content} for turn in turns(*lines)]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "chosen", "rejected", "expected"),
-    [
+def test_forms_of_prompt_and_responses(subtests):
+    for prompt, chosen, rejected, expected in (
         # The forms of TRL: explicit text, explicit messages, implicit messages, a text prompt with messages.
         ("Hi", " a", " b", ("Hi", " a", " b")),
         (TURNS, reply("a"), reply("b"), (user("Hi"), "a", "b")),
@@ -366,10 +365,9 @@ def dialogue(*lines):
         ("Q\n", "Q\na", "Q\nb", ("Q\n", "a", "b")),
         ("你好吗？", "你好吗？好", "你好吗？不", ("你好吗？", "好", "不")),
         ("Hi", "Hi a", "Ho b", ("Hi", "Hi a", "Ho b")),
-    ],
-)
-def test_forms_of_prompt_and_responses(prompt, chosen, rejected, expected):
-    assert split_prompt(RawPair(prompt, chosen, rejected))[:3] == expected
+    ):
+        with subtests.test(prompt=prompt, chosen=chosen):
+            assert split_prompt(RawPair(prompt, chosen, rejected))[:3] == expected
 
 
 @pytest.mark.parametrize("shape", [json.dumps, lambda item: json.dumps(item, indent=1)])
@@ -420,9 +418,8 @@ def test_a_thumb_may_start_like_its_prompt(prompt, response, expected):
     assert split_prompt(pair)[:3] == (prompt, expected, expected)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "chosen", "rejected", "message"),
-    [
+def test_refuses_other_forms(tmp_path, subtests):
+    for prompt, chosen, rejected, message in (
         (None, TURNS + reply("a") + TURNS, TURNS + reply("b") + TURNS, "must have one assistant message"),
         ("Hi", reply("a"), " b", "chosen and rejected must be both text or both lists of messages"),
         ("Hi", [], [], "chosen is empty"),
@@ -474,12 +471,14 @@ def test_a_thumb_may_start_like_its_prompt(prompt, response, expected):
         ),
         ({"a": 1}, " a", " b", "prompt must be text or a list of messages, not an object"),
         (None, None, " b", "chosen is missing"),
-    ],
-)
-def test_refuses_other_forms(tmp_path, prompt, chosen, rejected, message):
-    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    with pytest.raises(DataError, match=message):
-        read(tmp_path, [row if prompt is not None else {name: row[name] for name in ("chosen", "rejected")}])
+    ):
+        with subtests.test(prompt=prompt, chosen=chosen):
+            row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            with pytest.raises(DataError, match=message):
+                read(
+                    tmp_path,
+                    [row if prompt is not None else {name: row[name] for name in ("chosen", "rejected")}],
+                )
 
 
 def parts(*texts):

@@ -192,11 +192,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("row", "prompt"), LAYOUTS.values(), ids=LAYOUTS)
-def test_a_known_layout_has_its_prompt(read, row, prompt):
-    (record,), _ = read(row)
-    assert record.prompt == prompt
-    assert (record.chosen, record.rejected) == ("a", "b" if record.label is None else "")
+def test_a_known_layout_has_its_prompt(read, subtests):
+    for case, (row, prompt) in LAYOUTS.items():
+        with subtests.test(case):
+            (record,), _ = read(row)
+            assert record.prompt == prompt
+            assert (record.chosen, record.rejected) == ("a", "b" if record.label is None else "")
 
 
 def test_annotators_are_clients(read):
@@ -230,20 +231,21 @@ ADVISED = {
 }
 
 
-@pytest.mark.parametrize(("row", "named", "prompt"), ADVISED.values(), ids=ADVISED)
-def test_what_an_error_advises_is_right_to_follow(read, row, named, prompt):
-    with pytest.raises(DataError, match=named) as error:
-        read(row)
-    found = re.search(r"columns = \{.*?\}", str(error.value))
-    assert found is not None
-    if prompt is None:
-        # The remaining one is named in turn.
-        with pytest.raises(DataError, match="query") as error:
-            read(row, **tomllib.loads(found[0]))
-        found, prompt = re.search(r"columns = \{.*?\}", str(error.value)), turns("u:Q\nP")
-    (record,), _ = read(row, **tomllib.loads(found[0]))
-    assert record.prompt == prompt
-    assert (record.chosen, record.client) == ("a", row.get("client", row.get("Client")))
+def test_what_an_error_advises_is_right_to_follow(read, subtests):
+    for case, (row, named, prompt) in ADVISED.items():
+        with subtests.test(case):
+            with pytest.raises(DataError, match=named) as error:
+                read(row)
+            found = re.search(r"columns = \{.*?\}", str(error.value))
+            assert found is not None
+            if prompt is None:
+                # The remaining one is named in turn.
+                with pytest.raises(DataError, match="query") as error:
+                    read(row, **tomllib.loads(found[0]))
+                found, prompt = re.search(r"columns = \{.*?\}", str(error.value)), turns("u:Q\nP")
+            (record,), _ = read(row, **tomllib.loads(found[0]))
+            assert record.prompt == prompt
+            assert (record.chosen, record.client) == ("a", row.get("client", row.get("Client")))
 
 
 @pytest.mark.parametrize("date", ["2026-11-28", "2026-11-28T10:00:00Z", "28.11.2026 10:00", "11/28/2026"])
@@ -280,9 +282,8 @@ def test_what_no_setting_can_read_is_refused_unless_it_is_metadata(read, row, co
     assert (record.chosen.strip(), list(counts.unread)) == ("a", [])
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
+def test_a_prompt_that_is_lost_is_refused(read, subtests):
+    for rows, words in (
         ([{"frage": "Q", **AB}], "no common beginning, so this row has no prompt"),
         ([{"prompt": "", **AB}, {"prompt": " ", **AB}], "the prompt of every row is empty"),
         ([{"question": None, "system": "S", **AB}], "system is not read"),
@@ -305,11 +306,9 @@ def test_what_no_setting_can_read_is_refused_unless_it_is_metadata(read, row, co
         ([TASK | {"data": {"prompt": "Q", "x": "a", "y": "b"}}], "name the fields of data like that"),
         ([ARGILLA | {"fields": {"prompt": "Q", "x": "a"}}], "1 responses and 1 questions"),
         ([{"message_id": 1, "parent_id": None, "text": "Q", "role": "prompter"}], "use the file of trees"),
-    ],
-)
-def test_a_prompt_that_is_lost_is_refused(read, rows, words):
-    with pytest.raises(DataError, match=words):
-        read(*rows)
+    ):
+        with subtests.test(rows=rows, words=words), pytest.raises(DataError, match=words):
+            read(*rows)
 
 
 def test_no_thumb_is_advised_for_a_number(read):

@@ -88,22 +88,27 @@ def test_the_menu_holds_every_page_once() -> None:
     assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in [*PAGES, *NOTEBOOKS])
 
 
-@pytest.mark.parametrize("page", READ, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text("utf-8")))
+def broken_links(page: Path) -> list[str]:
     broken = []
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text("utf-8")))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = target.partition("#")
         path = (page.parent / file).resolve() if file else page
         # What follows the name of a picture says in which colour scheme it is shown.
-        headings = {"only-light", "only-dark"} if path.suffix == ".svg" else anchors(path)
-        # The site has the pages alone: `make docs` refuses a link that leaves them.
+        headings = {"only-light", "only-dark"} if path.suffix == ".svg" else anchors(path) if anchor else ()
+        # The site has only the pages: `make docs` refuses a link that leaves them.
         outside = page.is_relative_to(DOCS) and not path.is_relative_to(DOCS)
         if not path.exists() or outside or (anchor and anchor not in headings):
             broken.append(target)
-    assert broken == []
+    return broken
+
+
+def test_links_lead_somewhere() -> None:
+    beside_readme = [ROOT / name for name in ("SECURITY.md", "GOVERNANCE.md", "CODE_OF_CONDUCT.md")]
+    broken = {name_of(page): broken_links(page) for page in [*READ, *beside_readme]}
+    assert {page: links for page, links in broken.items() if links} == {}
 
 
 @pytest.mark.parametrize("page", [DOCS / "choosing.md", ROOT / "README.md"], ids=name_of)
@@ -138,14 +143,16 @@ REFERENCE = re.compile(r"\]\[(prefed[\w.]*)\]")
 SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_references_name_something(page: Path) -> None:
+def test_references_name_something() -> None:
     """``::: module.name`` with its members, and ``[text][module.name]``."""
-    text = hook("reference").fill(page.read_text("utf-8"))
-    names = REFERENCE.findall(text)
-    for name, members in SHOWN.findall(text):
-        names += [name, *(f"{name}.{member}" for member in members.split(", ") if member)]
-    for name in names:
+    fill = hook("reference").fill
+    names = set()
+    for page in PAGES:
+        text = fill(page.read_text("utf-8"))
+        names.update(REFERENCE.findall(text))
+        for name, members in SHOWN.findall(text):
+            names.update([name, *(f"{name}.{member}" for member in members.split(", ") if member)])
+    for name in sorted(names):
         pkgutil.resolve_name(name)
 
 
@@ -296,12 +303,12 @@ def test_an_installed_method_is_in_the_reference_without_a_link(
     assert last.startswith("| `mymethod` | ")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_mark_becomes_a_table(page: Path) -> None:
+def test_every_mark_becomes_a_table() -> None:
     """MkDocs fills the marks; a page keeps no copy of what they become."""
-    filled = FENCE.sub("", hook("reference").fill(page.read_text("utf-8")))
-    kinds = "settings|methods|objectives|formats|command|api"
-    assert re.findall(rf"^<!-- (?:{kinds})\b.*$", filled, re.MULTILINE) == []
+    fill = hook("reference").fill
+    mark = re.compile(r"^<!-- (?:settings|methods|objectives|formats|command|api)\b.*$", re.MULTILINE)
+    left = {name_of(page): mark.findall(FENCE.sub("", fill(page.read_text("utf-8")))) for page in PAGES}
+    assert {page: marks for page, marks in left.items() if marks} == {}
 
 
 def test_the_commands_page_knows_every_command_and_option() -> None:
@@ -330,28 +337,31 @@ def test_the_example_of_a_policy_with_tastes_has_the_rates_that_taught_one() -> 
     assert measured["sets"]["near"]["align"] == {name: shown[name] for name in ("lr", "beta")}
 
 
-@pytest.mark.parametrize("page", READ, ids=name_of)
-def test_experiment_files_in_pages_are_valid(page: Path) -> None:
-    for _, text in blocks(page, "toml"):
-        tree = tomllib.loads(text)
-        if "rows" in tree:
-            assert [cell.experiment() for cell in Table.model_validate(tree).cells(page).values()]
-            continue
-        whole = {
-            "data": {"train": "pairs.jsonl", "partition": {"by": "iid", "clients": 2}},
-            "model": {"name": "some/model"},
-            "method": {"name": "feddpo"},
-        }
-        Experiment.model_validate({**whole, **tree})
+def test_experiment_files_in_pages_are_valid(subtests: pytest.Subtests) -> None:
+    whole = {
+        "data": {"train": "pairs.jsonl", "partition": {"by": "iid", "clients": 2}},
+        "model": {"name": "some/model"},
+        "method": {"name": "feddpo"},
+    }
+    for page in READ:
+        for number, (_, text) in enumerate(blocks(page, "toml"), 1):
+            with subtests.test(f"{name_of(page)}, file {number}"):
+                tree = tomllib.loads(text)
+                if "rows" in tree:
+                    assert [cell.experiment() for cell in Table.model_validate(tree).cells(page).values()]
+                else:
+                    Experiment.model_validate({**whole, **tree})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_formulas_can_be_translated(page: Path) -> None:
+def test_formulas_can_be_translated(subtests: pytest.Subtests) -> None:
     pytest.importorskip("latex2mathml")
     formulas = hook("formulas")
-    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text("utf-8")))
-    for block, inline in re.findall(r"\$\$(.+?)\$\$|(?<![\\$])\$(?!\s)([^$\n]+?)(?<!\s)\$", text, re.DOTALL):
-        assert formulas.mathml(block or inline, block=bool(block)).startswith("<math")
+    formula = re.compile(r"\$\$(.+?)\$\$|(?<![\\$])\$(?!\s)([^$\n]+?)(?<!\s)\$", re.DOTALL)
+    for page in PAGES:
+        text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text("utf-8")))
+        for block, inline in formula.findall(text):
+            with subtests.test(name_of(page), formula=block or inline):
+                assert formulas.mathml(block or inline, block=bool(block)).startswith("<math")
 
 
 def test_a_formula_that_is_not_known_is_refused() -> None:
@@ -457,9 +467,3 @@ def test_a_version_is_cited_and_its_run_directory_frozen() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert (ROOT / "tests/frozen" / version / "run/summary.json").is_file()
-
-
-@pytest.mark.parametrize("name", ["SECURITY.md", "GOVERNANCE.md", "CODE_OF_CONDUCT.md"])
-def test_links_of_the_pages_next_to_the_readme_lead_somewhere(name: str) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text())
-    assert all((ROOT / link).exists() for link in links), links

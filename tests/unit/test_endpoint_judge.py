@@ -150,9 +150,8 @@ def test_a_closed_port(naps):
         list(EndpointJudge("m", JudgeOptions(url=url, timeout=WATCHDOG)).compare([PAIR]))
 
 
-@pytest.mark.parametrize(
-    ("reply", "words"),
-    [
+def test_an_answer_that_cannot_be_used_is_kept_with_its_words(subtests):
+    for reply, words in (
         (answer("Both are fine colours."), "no verdict in the answer: Both are fine colours."),
         (answer(""), "no verdict in the answer"),
         (answer(None), "malformed answer: no text"),
@@ -175,14 +174,13 @@ def test_a_closed_port(naps):
         ((200, {"Content-Type": "text/html"}, b"<html>Welcome"), "malformed answer"),
         (failure(400, "the text is too long"), "refused: .*the text is too long"),
         (failure(413, "the text is too long"), "refused: .*the text is too long"),
-    ],
-)
-def test_an_answer_that_cannot_be_used_is_kept_with_its_words(reply, words):
-    with serving(lambda text, number: reply) as server:
-        verdicts = ask(server, [PAIR, PAIR.swapped()])
-    assert [verdict.preference for verdict in verdicts] == [None, None]
-    assert outcome(*verdicts) is None
-    assert re.match(words, verdicts[0].text)
+    ):
+        with subtests.test(reply=reply, words=words):
+            with serving(lambda text, number, reply=reply: reply) as server:
+                verdicts = ask(server, [PAIR, PAIR.swapped()])
+            assert [verdict.preference for verdict in verdicts] == [None, None]
+            assert outcome(*verdicts) is None
+            assert re.match(words, verdicts[0].text)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])

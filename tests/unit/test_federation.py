@@ -124,9 +124,8 @@ def test_who_waits_looks_and_gives_up():
         assert ask(door.path, b"", WATCHDOG, look, 0.01) == b"yes"
 
 
-@pytest.mark.parametrize(
-    ("changes", "asked", "message"),
-    [
+def test_an_administrator_limits_runs(tmp_path, subtests):
+    for changes, asked, message in (
         ({"tell": {"pairs": False}}, {}, "does not report"),
         ({"limits": {"methods": ["feddpo"]}}, {}, "fedpdpo is not one of feddpo"),
         ({"limits": {"rounds": 2}}, {}, "3 requested, at most 2 allowed"),
@@ -145,12 +144,11 @@ def test_who_waits_looks_and_gives_up():
         ({}, {"method": "fedvpa", "samples": 8000}, r"\[limits\] width: 8,000 requested"),
         ({}, {"method": "centralized"}, "this site's pairs do not leave it"),
         ({}, {"method": "decdpo"}, r"\[graph\], \[fleet\] and decdpo are not available in a federation"),
-    ],
-)
-def test_an_administrator_limits_runs(tmp_path, changes, asked, message):
-    config = site_config(tmp_path, tmp_path, "w0", **changes)
-    with pytest.raises(RefusalError, match=message):
-        check_experiment(hub_asks(tmp_path, **asked), config)
+    ):
+        with subtests.test(changes=changes, asked=asked):
+            config = site_config(tmp_path, tmp_path, "w0", **changes)
+            with pytest.raises(RefusalError, match=message):
+                check_experiment(hub_asks(tmp_path, **asked), config)
 
 
 def hub_asks(place, engine=None, data=None, model=None, **method):

@@ -188,9 +188,9 @@ def nested(depth):
     return len(text).to_bytes(8, "little") + text
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
+def test_one_site_does_not_end_the_run(subtests):
+    """Whatever it answers to a visit, to being told of the run again and to its start: the others go on."""
+    for lie in (
         lambda header: pack(**({"unknown": True} if header["kind"] == "visit" else {})),
         lambda header: pack(**({"unknown": True} if header["kind"] == "visit" else {"fingerprint": 5})),
         lambda header: pack(**({"unknown": True} if header["kind"] == "visit" else {"fingerprint": {}})),
@@ -200,23 +200,20 @@ def nested(depth):
         lambda header: pack(withheld=["a"]),
         lambda header: pack(refused="\ud800" * 10**6),
         *((lambda header, depth=depth: nested(depth)) for depth in range(900, 1000, 9)),
-    ],
-)
-def test_one_site_does_not_end_the_run(lie):
-    """Whatever it answers to a visit, to being told of the run again and to its start: the others go on."""
-    sites = {"a": Lies(lambda header: pack(b"fine")), "b": Lies(lie)}
-    asks = Sites(Within(sites), "f", RUN, 5.0)
-    with FederationBackend(asks, Receipts(), {"w": "a", "v": "b"}, 5.0, lambda text: None) as backend:
-        results = {r.client: r for r in backend.run(Task("visit", c, 1, "train", b"") for c in "wv")}
-    assert results["w"].message == b"fine"
-    assert (results["v"].message, bool(results["v"].withheld)) == (b"", True)
-    assert len(results["v"].withheld) < 20_000
-    results["v"].withheld.encode()
+    ):
+        with subtests.test(lie=lie):
+            sites = {"a": Lies(lambda header: pack(b"fine")), "b": Lies(lie)}
+            asks = Sites(Within(sites), "f", RUN, 5.0)
+            with FederationBackend(asks, Receipts(), {"w": "a", "v": "b"}, 5.0, lambda text: None) as backend:
+                results = {r.client: r for r in backend.run(Task("visit", c, 1, "train", b"") for c in "wv")}
+            assert results["w"].message == b"fine"
+            assert (results["v"].message, bool(results["v"].withheld)) == (b"", True)
+            assert len(results["v"].withheld) < 20_000
+            results["v"].withheld.encode()
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
+def test_what_a_site_claims_is_checked_and_bounded(subtests):
+    for answer, message in (
         ({}, "clients"),
         ({"clients": 5}, "clients"),
         ({"clients": {"x": 5}}, "clients.x"),
@@ -233,18 +230,17 @@ def test_one_site_does_not_end_the_run(lie):
         ({"clients": {"x": [1, 0, 0]}, "versions": 5}, "versions"),
         ({"clients": {"x": [1, 0, 0]}, "versions": {"prefed": ["x"]}}, "versions.prefed"),
         ({"clients": {str(k): [1, 0, 0] for k in range(5)}}, "5 clients, more than --most-clients = 4"),
-    ],
-)
-def test_what_a_site_claims_is_checked_and_bounded(answer, message):
-    answer = {"versions": {}, **answer}
-    known = {"sites": {"b": answer.get("clients")}}
-    for before in (None, known):
-        with pytest.raises(FederationError, match=f"site 'b' .*{message}") as caught:
-            check_clients(before, {"b": read_answer("b", answer, Joined)}, 4, 1000)
-        assert len(str(caught.value).encode()) < 2000
-    fair = {"../../ward 7": [1000, 0, 3]}
-    joined = read_answer("b", {"clients": fair, "versions": {}}, Joined)
-    assert check_clients(None, {"b": joined}, 4, 1000) == {"b": fair}
+    ):
+        with subtests.test(answer=answer, message=message):
+            answer = {"versions": {}, **answer}
+            known = {"sites": {"b": answer.get("clients")}}
+            for before in (None, known):
+                with pytest.raises(FederationError, match=f"site 'b' .*{message}") as caught:
+                    check_clients(before, {"b": read_answer("b", answer, Joined)}, 4, 1000)
+                assert len(str(caught.value).encode()) < 2000
+            fair = {"../../ward 7": [1000, 0, 3]}
+            joined = read_answer("b", {"clients": fair, "versions": {}}, Joined)
+            assert check_clients(None, {"b": joined}, 4, 1000) == {"b": fair}
 
 
 def test_a_site_that_reports_no_version_is_named():

@@ -117,9 +117,8 @@ def test_names_of_folders_are_safe_and_tell_combinations_apart():
     assert both.name == "method.lr0.1-align.lr0.2"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_no_grid_can_be_made_of_is_told_before_anything_runs(path, tmp_path, subtests):
+    for words, message in (
         (["--grid", "method.lrr=1e-4,1"], "--grid method.lrr=1e-4: method.lrr: no such key; did you mean"),
         (["--grid", "method.lr=1,fast"], "--grid method.lr=fast: method.lr = 'fast': should be"),
         (["--grid", "method.lr"], "--grid method.lr: a value is empty; write key=value,value"),
@@ -145,14 +144,13 @@ def test_names_of_folders_are_safe_and_tell_combinations_apart():
         (["--grid", "rounds=1,2", *NO_VALIDATION], "set data.validation or"),
         (["--grid", "data.train=pairs.jsonl,more.jsonl"], "not found: more.jsonl"),
         (["--judge", "reward_accuracy"], "--judge requires --grid"),
-    ],
-)  # fmt: skip
-def test_what_no_grid_can_be_made_of_is_told_before_anything_runs(path, words, message, tmp_path):
-    result = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out"), *words])
-    words_alone = message.startswith(("--grid and", "--judge requires"))
-    assert result.exit_code == (2 if words_alone else 1), result.output
-    assert message in result.stderr
-    assert not (tmp_path / "out").exists()
+    ):
+        with subtests.test(words=words, message=message):
+            result = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out"), *words])
+            words_alone = message.startswith(("--grid and", "--judge requires"))
+            assert result.exit_code == (2 if words_alone else 1), result.output
+            assert message in result.stderr
+            assert not (tmp_path / "out").exists()
 
 
 def test_a_table_takes_no_grid(path, tmp_path):

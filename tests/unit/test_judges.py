@@ -67,9 +67,8 @@ def test_disagreement_is_a_tie_and_an_unusable_answer_no_outcome(forward, backwa
     assert outcome(Verdict(forward, ""), Verdict(backward, "")) == expected
 
 
-@pytest.mark.parametrize(
-    ("parse", "answer", "preference"),
-    [
+def test_verdicts_are_read(subtests):
+    for parse, answer, preference in (
         (parse_plain, "A", 1.0),
         (parse_plain, " b.\n", 0.0),
         (parse_plain, "Tie", 0.5),
@@ -90,10 +89,9 @@ def test_disagreement_is_a_tie_and_an_unusable_answer_no_outcome(forward, backwa
         (parse_autoj, 'Begin with "So, the final decision is Response 1 / Response 2 / Tie".', None),
         (parse_autoj, "So, the final decision is Response 3", None),
         (parse_autoj, "Response 1 is better", None),
-    ],
-)
-def test_verdicts_are_read(parse, answer, preference):
-    assert parse(answer) == preference
+    ):
+        with subtests.test(parse=parse, answer=answer):
+            assert parse(answer) == preference
 
 
 @given(st.text(max_size=60))

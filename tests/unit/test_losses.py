@@ -197,21 +197,20 @@ def test_kto_baselines_carry_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("size", [0.0, 1e4])
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_extremes_stay_finite(name: str, size: float, sign: int) -> None:
-    """Certain and impossible responses in float32: no overflow, no NaN, in loss, gradient or figures."""
-    policy = torch.tensor([-size if sign < 0 else 0.0]).requires_grad_()
-    other = torch.tensor([-size if sign > 0 else 0.0]).requires_grad_()
-    one, half = torch.ones(1, dtype=torch.int64), torch.full((1,), -size / 2)
-    batch = PairBatch(policy, one, other, one, half, half, torch.tensor([1e-6]), half, -half)
-    loss, figures = OBJECTIVES[name](batch)
-    loss.sum().backward()
-    assert torch.isfinite(loss).all()
-    assert all(torch.isfinite(value) for value in figures.values())
-    assert policy.grad is not None
-    assert torch.isfinite(policy.grad).all()
-    assert other.grad is None or torch.isfinite(other.grad).all()
+def test_extremes_stay_finite(name: str) -> None:
+    """Certain and impossible responses in float32: no overflow, no NaN, in loss, gradient or metrics."""
+    one = torch.ones(1, dtype=torch.int64)
+    for chosen, rejected in ((0.0, 0.0), (0.0, -1e4), (-1e4, 0.0)):
+        policy, other = (torch.tensor([value]).requires_grad_() for value in (chosen, rejected))
+        half = torch.full((1,), min(chosen, rejected) / 2)
+        batch = PairBatch(policy, one, other, one, half, half, torch.tensor([1e-6]), half, -half)
+        loss, metrics = OBJECTIVES[name](batch)
+        loss.sum().backward()
+        assert torch.isfinite(loss).all()
+        assert all(torch.isfinite(value) for value in metrics.values())
+        assert policy.grad is not None
+        assert torch.isfinite(policy.grad).all()
+        assert other.grad is None or torch.isfinite(other.grad).all()
 
 
 @pytest.mark.parametrize("name", ALL)

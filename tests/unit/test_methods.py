@@ -27,11 +27,12 @@ def make(name: str, merge: MergeConfig | None = None, rounds: int = 10, **settin
 # Settings
 
 
-@pytest.mark.parametrize("kind", METHODS.values(), ids=METHODS)
-def test_kinds_settings_and_methods_agree(kind):
-    check_kind(kind)
-    assert kind.needs(kind.Settings()) & {"lora", "variational", "mixture", "examples"}
-    assert make(kind.name).pooled == (kind.name == "centralized")
+def test_kinds_settings_and_methods_agree(subtests):
+    for case, kind in METHODS.items():
+        with subtests.test(case):
+            check_kind(kind)
+            assert kind.needs(kind.Settings()) & {"lora", "variational", "mixture", "examples"}
+            assert make(kind.name).pooled == (kind.name == "centralized")
 
 
 @pytest.mark.parametrize(
@@ -78,11 +79,12 @@ def test_an_objective_brings_its_own_beta_unless_one_is_given():
     assert LocalSettings(objective="sft").goal().settings == {}
 
 
-@pytest.mark.parametrize("name", [name for name, loss in OBJECTIVES.items() if not loss.needs_reward])
-def test_every_objective_on_pairs_can_be_asked_for(name):
-    goal = LocalSettings(objective=name).goal()
-    assert goal.name == name
-    assert goal.settings == OBJECTIVES[name].defaults
+def test_every_objective_on_pairs_can_be_asked_for(subtests):
+    for name in [name for name, loss in OBJECTIVES.items() if not loss.needs_reward]:
+        with subtests.test(name=name):
+            goal = LocalSettings(objective=name).goal()
+            assert goal.name == name
+            assert goal.settings == OBJECTIVES[name].defaults
 
 
 # What a client is asked to train
@@ -136,6 +138,7 @@ def test_fedprox_pulls_towards_what_was_received():
     assert phases(make("fedprox", mu=0.0))[0].proximal is None
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("rule", "trained", "sent"),
     [

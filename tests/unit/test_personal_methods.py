@@ -191,9 +191,8 @@ def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
     assert (phase.name, phase.steps, phase.optimizer.lr) == ("inner", 5, 0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
+def test_settings_that_are_refused(subtests):
+    for name, settings, message in (
         ("perfedavg", {"optimizer": "adam"}, "'sgd' or 'adamw'"),
         (
             "perfedavg",
@@ -210,10 +209,9 @@ def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
         ("feddpo", {"ppo_minibatch": 5}, "ppo_minibatch\n  Input should be a multiple of 2 "),
         ("feddpo", {"objective": "pdpo"}, "objective 'pdpo' requires the reward head of method 'fedpdpo'"),
         ("feddpo", {"objective": "ppo", "objective_settings": {"klx": 1}}, "did you mean 'kl'"),
-    ],
-)
-def test_settings_that_are_refused(name, settings, message):
-    assert message in refusal(name, **settings)
+    ):
+        with subtests.test(name=name, settings=settings):
+            assert message in refusal(name, **settings)
 
 
 @pytest.mark.parametrize(
@@ -417,29 +415,31 @@ def test_ppos_settings_reach_the_phase():
     assert phase.objective.settings == {**PPO.defaults, "kl": 0.3, "target_kl": 0.0}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_ppo_is_for_the_baselines_alone(name):
-    if name in BASELINES:
-        assert METHODS[name].Settings(objective="ppo").reward_model.startswith("OpenAssistant/")
-    else:
-        message = refusal(name, objective="ppo")
-        assert "feddpo, perfedavg, fedamp, fedper or fedrep" in message or "objective" in message
+def test_ppo_is_for_the_baselines_alone(subtests):
+    for name in METHODS:
+        with subtests.test(name=name):
+            if name in BASELINES:
+                assert METHODS[name].Settings(objective="ppo").reward_model.startswith("OpenAssistant/")
+            else:
+                message = refusal(name, objective="ppo")
+                assert "feddpo, perfedavg, fedamp, fedper or fedrep" in message or "objective" in message
 
 
 # All of them
 
 
-@pytest.mark.parametrize("name", PERSONAL)
-def test_defaults_are_those_of_the_papers(name):
-    chosen = METHODS[name].Settings()
-    common = (chosen.batch_size, chosen.clip, chosen.betas, chosen.local_epochs)
-    assert common == (8, 1.0, (0.9, 0.999), 1)
-    if name in ("fedpdpo", "fedper", "fedrep", "fedamp"):  # D.3.1's choice for LoRA
-        assert chosen.lr == 5e-5
-    if name == "fedsdg":
-        assert (chosen.schedule, chosen.optimizer, chosen.lr) == ("constant", "adam", 1e-3)
-    else:
-        assert (chosen.schedule, chosen.lr_min, chosen.accumulate) == ("cosine", 1e-6, 2)
+def test_defaults_are_those_of_the_papers(subtests):
+    for name in PERSONAL:
+        with subtests.test(name=name):
+            chosen = METHODS[name].Settings()
+            common = (chosen.batch_size, chosen.clip, chosen.betas, chosen.local_epochs)
+            assert common == (8, 1.0, (0.9, 0.999), 1)
+            if name in ("fedpdpo", "fedper", "fedrep", "fedamp"):  # D.3.1's choice for LoRA
+                assert chosen.lr == 5e-5
+            if name == "fedsdg":
+                assert (chosen.schedule, chosen.optimizer, chosen.lr) == ("constant", "adam", 1e-3)
+            else:
+                assert (chosen.schedule, chosen.lr_min, chosen.accumulate) == ("cosine", 1e-6, 2)
 
 
 @pytest.mark.parametrize("name", PERSONAL)
@@ -464,6 +464,7 @@ def test_a_plateau_reaches_every_phase_but_inner_steps(name):
     )
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("rule", "trained", "sent"),
     [
