@@ -194,7 +194,7 @@ class Ended:
 
     Attributes:
         refused: the message for the user; empty if it was accepted.
-        failed: an error that is no message for the user.
+        failed: an error that is not a message for the user.
         late: it was refused for what a client sent or did not send, not for its settings.
     """
 

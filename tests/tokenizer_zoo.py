@@ -49,7 +49,7 @@ def metaspace(scheme: str, *, split: bool = False) -> Any:
 
 
 def unigram(scheme: str) -> Any:
-    """As T5's: a piece's beginning is a word's, and what is no piece is unknown."""
+    """As T5's: a piece starts where a word starts, and a text without a piece is unknown."""
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = metaspace(scheme, split=True)
     backend.decoder = decoders.Metaspace(prepend_scheme=scheme)

@@ -104,8 +104,8 @@ def test_a_log_in_json_ends_with_the_verdict(place):
 
 
 def test_a_name_in_the_file_forges_no_line(place):
-    """Of a path that is no name on the hub either: line breaks become spaces, and other control characters
-    are shown as escapes, so the screen has a line for each check."""
+    """Also of a path that cannot be a name on the hub: line breaks become spaces, other control characters
+    escapes, so the screen has a line for each check."""
     name = "./x\x1b[2J\nok  model.name"
     words = ["exp.toml", "--set", f"model.name={json.dumps(name)}"]
     absent = "./x\x1b[2J ok  model.name: no such folder; correct the path"

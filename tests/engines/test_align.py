@@ -365,7 +365,7 @@ def test_a_resumed_run_may_have_another_table(experiment, finished, tmp_path):
 
 
 def test_files_are_read_before_clients_train(experiment, place, tmp_path):
-    """Prompts that are not there, a row without a prompt, or one of sft without a response: nothing is begun.
+    """Prompts that are not there, a row without a prompt, or one of sft without a response: no stage starts.
     A selector's number is compared with how many there are, which the file says."""
     (tmp_path / "gap.jsonl").write_text('{"prompt": "Up"}\n{"text": "Down"}\n')
     (tmp_path / "sft.jsonl").write_text('{"prompt": "Up", "response": " "}\n')

@@ -99,7 +99,7 @@ def test_a_named_taste_labels(opened):
 
 
 def test_a_client_that_told_nothing_labels_nothing(opened):
-    """As one that never took part: it has a row of zeros among its peers, which is no taste."""
+    """As for a client that never took part: its row among the peers is zeros, which is not a taste."""
     sent = {client: number for client, number in opened.server.values["sent"].items() if client != "w1"}
     changed = replace(opened)
     changed.__dict__["server"] = opened.server.update(values={"sent": sent})
@@ -189,7 +189,7 @@ def test_collapsed_tastes_are_warned_of_before_the_first_stage(finished, place, 
 
 
 def test_a_taste_that_nobody_told_is_refused_before_the_first_stage(finished, place, tmp_path, monkeypatch):
-    """A finished run asks its server's state: nothing is begun, and no stage that is done is forgotten."""
+    """A finished run asks its server's state: no stage is started, and none that is done is forgotten."""
     path = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("align"))
     path.joinpath("align").mkdir()
     for taste, message in (("w9", "no taste is called 'w9'"), ("prototype:2", "numbered from 0")):

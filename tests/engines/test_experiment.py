@@ -334,7 +334,7 @@ def test_what_is_private_in_a_run_is_its_owners_to_read(place, tmp_path):
 
 def test_a_start_that_failed_is_repaired_as_its_error_says(place, whole, tmp_path):
     """Rows are named, then a key, then a model; each repaired in turn, the last start runs. None leaves a
-    directory: no run was begun."""
+    directory: no run started."""
     lines = (place / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "broken.jsonl").write_text("".join([*lines[:-1], '{"prompt": "Hello"}\n']))
     data = experiment(place).data.model_dump(exclude_none=True)

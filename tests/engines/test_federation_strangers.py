@@ -93,7 +93,7 @@ def test_what_a_site_must_not_send_is_dropped_and_its_client_set_aside(tmp_path)
 
 
 def test_a_site_that_cannot_take_a_message_in_misses_the_visit(tmp_path):
-    """It sent nothing, so this is no offence."""
+    """A site that sends nothing commits no offence."""
 
     def before(site, request):
         if site == BAD and unpack(request)[0]["exchange"] == "train":
@@ -123,7 +123,7 @@ def test_the_longest_answer_is_just_long_enough(exchange):
 
 
 def test_a_header_beyond_all_bounds_is_not_read():
-    """It is no JSON: reading it would say so."""
+    """The payload is not JSON, so parsing it would raise an error."""
     for size, reason in ((HEADER, "Expecting value"), (HEADER + 1, f"{HEADER + 9:,} bytes of header")):
         with pytest.raises((ValueError, json.JSONDecodeError), match=reason):
             unpack(size.to_bytes(8, "little") + bytes(size))

@@ -153,7 +153,7 @@ def test_a_private_state_that_explodes_is_not_kept(tmp_path):
 
 
 def test_a_private_state_must_be_finite_as_it_is_kept():
-    """70,000 is no float16, whose largest number is 65,504."""
+    """70,000 overflows float16, which ends at 65,504."""
     one = job("ditto", clients=1, rounds=1)
     start = Tensors(toy.LAYOUT, torch.full((toy.LAYOUT.size,), 7e4, dtype=torch.float64))
     message = encode(Download({"model": start}))

@@ -128,7 +128,7 @@ def test_a_run_without_validation_pairs_is_not_judged():
     st.none() | st.integers(1, 4),
 )
 def test_the_rule_against_one_that_looks_at_all_values(values, metric, delta, patience):
-    """Oracle: after each value, walk over all of them from the first. A value that is no number is no better
+    """Oracle: after each value, walk over all of them from the first. A NaN is not better
     than any other; of a loss less is better."""
     rule, standing = Stopping(metric, "worst", patience, delta), None
     for number, value in enumerate(values, 1):

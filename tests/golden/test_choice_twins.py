@@ -113,7 +113,7 @@ def test_an_unknown_family_and_a_head_with_bias_take_the_plain_path() -> None:
 
 
 def test_a_sequence_may_fill_the_context() -> None:
-    """The letter is no input: 60 + 5 tokens with it fit into GPT-2's 64 positions, packed and padded."""
+    """The letter is not an input: 60 + 5 tokens with it fit into GPT-2's 64 positions, packed and padded."""
     pairs = Choices(1, orientations=[1])
     pairs._pairs = [Pair(*(np.full(count, 5, np.int32) for count in (60, 5, 5)))]
     pairs._pairs[0].chosen[-1], pairs._pairs[0].rejected[-1] = pairs.letters

@@ -263,7 +263,7 @@ def test_flora_loses_nothing_for_any_ranks(
     federation: tuple[Tensors, list[Upload], Round], ranks: list[int]
 ) -> None:
     """The residual grows by s Σ p_i B_i A_i of the unpadded factors: to 1e-12 before it is rounded. The next
-    round has B = 0, and an A within ±1/√in that is none of the clients' and another one in each round."""
+    round has B = 0, and an A within ±1/√in that is not any client's and differs from round to round."""
     model, uploads, now = federation
     expected, padded = torch.zeros(OUTER, INNER, dtype=torch.float64), []
     total = sum(upload.weight for upload in uploads)

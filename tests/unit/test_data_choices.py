@@ -171,7 +171,7 @@ def test_a_tokenizer_without_two_letters_is_refused(made):
 
 
 def test_a_letter_that_joins_the_text_before_it_is_refused(tmp_path):
-    """This tokenizer joins the tail to a response that ends with z, so the letter is no token of its own."""
+    """This tokenizer joins the tail to a response that ends with z, so the letter is not a separate token."""
     pieces = [(" ", -1.0), ("\n", -1.0), *((letter, -1.0) for letter in ASCII), ("z\nBetter: A", -0.1)]
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces)))
     assert len(write(tmp_path / "y", [Record("Q", "b", "a")], made)) == 1

@@ -71,7 +71,7 @@ def test_json_in_all_its_forms(tmp_path, name, content, numbers):
 def test_csv_rows_are_numbered_by_their_first_line(tmp_path):
     """The header is line 1; the first row spans lines 2 and 3, so the second is row 4.
 
-    An empty field is no value.
+    An empty field counts as missing.
     """
     path = tmp_path / "a.csv"
     path.write_bytes(as_csv(ROWS))
@@ -132,7 +132,7 @@ def test_a_folder_is_its_files_in_order(tmp_path):
 
 
 def test_tabs_separate_the_fields_of_a_tsv(tmp_path):
-    """As in CSV, quotes hold tabs and line breaks; a line of tabs alone is no row."""
+    """As in CSV, quotes hold tabs and line breaks; a line with only tabs is skipped."""
     path = tmp_path / "a.tsv"
     path.write_bytes(b'a\tb\n"one\ttwo\nthree"\t1,5\n\t\nx\t\n')
     rows = [(row, location.row) for row, location in files.read_rows(path, "utf-8", ErrorCollector())]
@@ -244,7 +244,7 @@ def test_ten_problems_are_listed_and_then_it_stops(tmp_path):
 
 
 def test_a_list_with_the_name_of_lines_is_one_problem(tmp_path):
-    """Each of its rows is no JSON, and its name is what is wrong. The control: renamed, it is read."""
+    """None of its rows parses as JSON: the wrong part is its name. Control: renamed, it is read."""
     (tmp_path / "a.jsonl").write_text(json.dumps([{"a": 1}, {"a": 2}], indent=1))
     with pytest.raises(
         DataError, match=r"a.jsonl: a JSON list, not one object per line; rename it to .json$"

@@ -486,7 +486,7 @@ def parts(*texts):
 
 
 def test_what_a_message_may_hold(tmp_path):
-    """Text parts are joined by line breaks; a key without a value, which `datasets` fills in, is no loss."""
+    """Text parts are joined by line breaks; a key without a value, which `datasets` fills in, is dropped."""
     empty = {"tool_calls": None, "name": "", "images": []}
     row = {
         "prompt": [{"role": "user", "content": parts("Look:", "a cat"), **empty}],

@@ -100,7 +100,7 @@ def test_ties_and_a_limit_lose_nothing(build):
 
 
 def test_a_client_of_whom_nothing_is_left_is_named(build):
-    """All of ben's rows are too long, and so he is no client; no other notice knows of him."""
+    """All of ben's rows are too long, so he is not a client; no other notice counts him."""
     dataset = build(rows(60, 3, 0, 3), max_length=30)
     assert list(dataset.clients) == ["ann"]
     assert dataset.findings.gone == ("ben",)

@@ -58,7 +58,7 @@ def test_leak_mask_between_pairs_and_thumbs(columns, thumb_of_role):
 
 
 def test_the_opposite_preference_is_no_duplicate_but_leaks():
-    """A pair is labelled both ways. It is no duplicate, but it leaks if one of the two is a test pair."""
+    """A pair that is labelled both ways is not a duplicate, but it leaks if one of the two is a test pair."""
     scope, pair = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.uint64)
     assert not duplicate_mask(scope, np.zeros(2, dtype=np.int64), pair, np.array([0, 1])).any()
     assert leak_mask(scope, np.array([0, 2]), pair).tolist() == [True, False]

@@ -86,7 +86,7 @@ def test_by_hand(tmp_path):
 
 
 def test_rows_read_include_those_that_are_no_json(tmp_path):
-    """Three lines, of which one is no JSON: three rows read, one left out, as a run counts them."""
+    """Of three lines one is not JSON: three rows read, one left out, as a run counts them."""
     path = jsonl(tmp_path / "train.jsonl", pairs(2))
     path.write_text(path.read_text() + "{\n")
     config = DataConfig(train=str(path), partition={"by": "iid", "clients": 1}, invalid="drop")

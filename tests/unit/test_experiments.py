@@ -282,7 +282,7 @@ def sizes_of(place, name, folder):
 
 def test_who_holds_what(place, tmp_path):
     """Code-V.'s groups have python and ruby, java and c#, c++ and go: 12 of 36 pairs each, of which
-    round(1.2) = 1 is for the test. WebGPT's tie is no pair, and a tenth of its 23, 2, are for the test; the
+    round(1.2) = 1 is for the test. WebGPT's tie is not a pair; of its 23 a tenth, 2, are for the test. The
     others bring theirs."""
     sizes = sizes_of(place, "fedpdpo/table1/code-3/fedavg-dpo", tmp_path / "code")
     assert sizes == {"web": (11, 1), "enterprise": (11, 1), "systems": (11, 1)}

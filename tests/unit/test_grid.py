@@ -106,8 +106,8 @@ def test_numbers_come_through_a_grid_as_they_are(numbers):
 
 
 def test_names_of_folders_are_safe_and_tell_combinations_apart():
-    """A number is written in one way; a text that is no folder's name keeps a digest; keys that end alike are
-    written out."""
+    """A number is written in one way; a text that cannot be a folder's name becomes a digest; keys with the
+    same end are written out."""
     assert [each.name for each in parse_grid(["method.lr=1e-3,0.01"])] == ["lr0.001", "lr0.01"]
     first, second = parse_grid(['model.name="a/b","a:b"'])
     assert first.name != second.name

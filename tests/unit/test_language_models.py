@@ -1,4 +1,4 @@
-"""What is no causal language model is refused, and so are lengths at which its positions change."""
+"""Models that are not causal are refused, and so are lengths at which their positions change."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def printed(renderable):
 
 
 def test_a_profile_has_clients_in_rows_and_blocks_in_their_order(gated):
-    """Block 11 after block 1, though "11" sorts before "2"; bob, who never took part, is no row. Means:
+    """Block 11 after block 1, though "11" sorts before "2"; bob, who never took part, has no row. Means:
     (0.25 + 0.75)/2, (0.5 + 0.25)/2, (1 + 0)/2."""
     profile = gated.profiles["gate"]
     assert profile.clients == ("ann", "cyd")

@@ -122,7 +122,7 @@ def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
 
 
 def test_one_client_without_prototypes_or_trust() -> None:
-    """Of one client there is no other's z, no plane and no peer: the KL alone is drawn."""
+    """With one client there is no other z, no plane and no peer: only the KL is drawn."""
     alone = {
         **TOLD,
         "clients": ["ann"],

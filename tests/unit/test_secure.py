@@ -260,7 +260,7 @@ def test_a_wrong_share_of_a_key_is_found():
         federation.server.sum(reveals)
 
 
-# Clients that send what is no message
+# Clients that send malformed messages
 
 JUNK = st.one_of(
     st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=40),

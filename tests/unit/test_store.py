@@ -338,7 +338,7 @@ def test_client_files_differ_even_where_case_is_ignored(clients):
 
 
 def test_records_are_strict_json(tmp_path):
-    """NaN is no JSON: what is not finite becomes null."""
+    """JSON has no NaN: a number that is not finite becomes null."""
     with RunWriter(tmp_path / "run") as store:
         store.begin(state(0), {})
         store.finish_round(state(1), {"round": 1, "loss": float("nan"), "x": [float("inf"), 1.5]}, {})

@@ -106,7 +106,7 @@ def test_local_steps_and_rates_of_two_data_sets(tmp_path):
 
 
 def test_delays_and_the_ways_in_which_they_count(tmp_path):
-    """The run in time is the start of every curve. A buffered server is no drawn delay."""
+    """Every curve starts with the run in time. A buffered server does not count as a drawn delay."""
     make(tmp_path, "q0", gap=0.1)
     make(tmp_path, "q2", gap=0.2, fleet={"max_delay": 2})
     make(tmp_path, "q5", gap=0.5, fleet={"max_delay": 5})

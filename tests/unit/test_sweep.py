@@ -312,7 +312,7 @@ def test_what_fails_is_told_and_the_other_cells_go_on(tmp_path):
 
 
 def test_a_run_of_other_settings_is_not_reused(tmp_path):
-    """Another place of the same data is no other setting; a step more and a key that is none are."""
+    """The same data in another place is the same setting; one more step or an unknown key is not."""
     (cell,) = toy_cells(tmp_path)
     make(Toy(peak(3e-3)), [cell])
 
@@ -388,7 +388,7 @@ def test_runs_share_a_folder_beside_them_or_the_users_own(tmp_path, monkeypatch)
 
 
 def alive(pid):
-    """Whether a process is there that is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -44,7 +44,7 @@ def test_a_machine_without_the_runs_files_builds_the_same_job(place, tmp_path):
 
 
 def test_what_is_shipped_follows_the_settings(place, tmp_path):
-    """A hub name is no folder. A shared folder is left where it is; a graph's file goes along in any case."""
+    """A hub name is not a folder. A shared folder stays where it is; a graph's file is always sent."""
     tree = small_experiment(place, method={"name": "decdpo"})
     (tmp_path / "edges.csv").write_text("left,right\n")
     tree["graph"] = {"name": "edges", "file": str(tmp_path / "edges.csv")}
