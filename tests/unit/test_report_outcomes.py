@@ -172,7 +172,7 @@ def test_a_comparison_under_way_is_none(tmp_path: Path) -> None:
     ("file", "text", "message"),
     [
         ("judge/n/summary.json", "{", "judge/n/summary.json is damaged"),
-        ("judge/n/summary.json", "{}", "name: field required; restore it from a backup"),
+        ("judge/n/summary.json", "{}", "win_rate: field required; restore it from a backup"),
         (
             "judge/n/verdicts.jsonl",
             "[]\n",

@@ -10,7 +10,7 @@ from finished import CLIENTS, write_run
 from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.pages import clients, round_curves
-from prefed.ui.pages.comparison_tables import reward_table, shift_table
+from prefed.ui.pages.comparison_tables import MEANS, means_table
 from prefed.ui.pages.page import render
 from prefed.ui.pages.tables import terminal
 
@@ -151,13 +151,16 @@ def test_shifts_are_a_chart_and_a_table_where_runs_have_them(tmp_path, gated):
     ]
     assert chart.alt.endswith("ends at -4.2 nats (chosen) and -9.0 nats (rejected).")
     assert not {*curves} & {*round_curves.own_metrics(run), *round_curves.evaluated_metrics(run)}
-    assert re.search(r"run +-4.250 +-9.000", printed(terminal(shift_table([run, gated], ["run", "gated"]))))
-    assert (round_curves.shifts(gated), shift_table([gated], ["gated"])) == ([], None)
+    shifts, _ = MEANS.items()
+    table = means_table([run, gated], ["run", "gated"], *shifts)
+    assert re.search(r"run +-4.250 +-9.000", printed(terminal(table)))
+    assert (round_curves.shifts(gated), means_table([gated], ["gated"], *shifts)) == ([], None)
 
 
 def test_a_comparison_sets_reward_heads_side_by_side_where_runs_have_one(gated, rewarded):
-    text = printed(terminal(reward_table([gated, rewarded], ["gated", "rewarded"])))
+    _, heads = MEANS.items()
+    text = printed(terminal(means_table([gated, rewarded], ["gated", "rewarded"], *heads)))
     assert re.search(r"accuracy +accuracy +agreement +margin +margin", text)
     assert re.search(r"rewarded +0.750 +0.250 +0.125 +0.500 +0.438", text)
     assert "gated" not in text
-    assert reward_table([gated], ["gated"]) is None
+    assert means_table([gated], ["gated"], *heads) is None

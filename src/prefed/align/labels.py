@@ -23,6 +23,7 @@ from prefed.align.stages import Figures, Stage, append, dumps, rows_in, whole_ba
 from prefed.align.start import own_prompts
 from prefed.align.tastes import LABELS, Generation, at_prompts
 from prefed.core import files
+from prefed.core.records import LabelRow
 from prefed.data import Record
 from prefed.data.prompts import PromptRow
 from prefed.data.record import plain_prompt
@@ -93,7 +94,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     return {**counts, "labelled": len(labels)}
 
 
-def clearest(labels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def clearest(labels: Sequence[LabelRow]) -> list[LabelRow]:
     """Return for each prompt the label with the largest margin, unless it is in the lowest quarter of all.
 
     The quarter is the scorer's own scale: log-odds of selectors and scores of judges have no common one.
@@ -102,7 +103,7 @@ def clearest(labels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     >>> clearest(rows)
     [{'index': 0, 'margin': 4.0}, {'index': 2, 'margin': 3.0}]
     """
-    best = dict[int, dict[str, Any]]()
+    best = dict[int, LabelRow]()
     for row in labels:
         if row["index"] not in best or row["margin"] > best[row["index"]]["margin"]:
             best[row["index"]] = row
@@ -182,7 +183,7 @@ def _labels(
     prompts: list[PromptRow],
     pairs: list[Candidates],
     counts: dict[str, int],
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[LabelRow]:
     rows = [row["scores"] for row in rows_in(generation.path(alignment, SCORES))]
     judged = [(pair, scores) for pair, scores in zip(pairs, rows, strict=True) if scores is not None]
     counts[_not_judged(alignment)] += len(pairs) - len(judged)

@@ -38,7 +38,15 @@ _KEY_TEXT = (
 )
 
 
-class EndpointConfig(StrictModel):
+class ServerConfig(StrictModel):
+    """How a server compatible with OpenAI's API is asked."""
+
+    key_variable: str = Field(OPENAI_KEY, pattern=KEY, description=_KEY_TEXT)
+    timeout: float = Field(120.0, gt=0, description="seconds to wait for an answer")
+    parallel: int = Field(4, ge=1, description="concurrent requests")
+
+
+class EndpointConfig(ServerConfig):
     """A server compatible with OpenAI's API (vLLM, llama.cpp and others) that generates completions.
 
     It receives the server's prompts only. Completions are not bit-reproducible.
@@ -46,9 +54,6 @@ class EndpointConfig(StrictModel):
 
     model: str = Field(min_length=1, description="the name of the initial policy on that server")
     url: str = Field(description="its base URL, e.g. http://localhost:8000/v1")
-    key_variable: str = Field(OPENAI_KEY, pattern=KEY, description=_KEY_TEXT)
-    timeout: float = Field(120.0, gt=0, description="seconds to wait for an answer")
-    parallel: int = Field(4, ge=1, description="concurrent requests")
     load_adapter: bool = Field(
         False,
         description="let the server load the initial policy's adapter from this machine's disk, under the "
@@ -56,7 +61,7 @@ class EndpointConfig(StrictModel):
     )
 
 
-class JudgeOptions(StrictModel):
+class JudgeOptions(ServerConfig):
     """Settings of judges. Each judge uses those that apply to it."""
 
     prefix: ClassVar[str] = "--"
@@ -66,8 +71,6 @@ class JudgeOptions(StrictModel):
     template: str = Field("plain", description="the prompt template for a language model")
     judge_tokens: int = Field(1024, ge=1, description="maximum number of tokens in an answer")
     key_variable: str = Field(OPENAI_KEY, description=_KEY_TEXT)
-    timeout: float = Field(120.0, gt=0, description="seconds to wait for an answer of an endpoint")
-    parallel: int = Field(4, ge=1, description="concurrent requests to an endpoint")
     taste: str = Field(
         "mean",
         description="a client of a synthetic dataset; for selectors with a latent taste, a taste that the "

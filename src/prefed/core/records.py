@@ -7,9 +7,9 @@ absent.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired, TypeAlias
 
 from pydantic import AfterValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
@@ -235,3 +235,96 @@ class Summary(TypedDict):
     sites: NotRequired[dict[str, list[str]]]
     peer: NotRequired[str]
     peers: NotRequired[list[str]]
+
+
+Point = Annotated[list[float], Field(min_length=2, max_length=2)]
+PromptTurns: TypeAlias = str | list[dict[str, str]]
+
+
+class TasteMap(TypedDict):
+    """The means of the posteriors of clients, and the prototypes, on a plane; its shares of the variance."""
+
+    clients: list[Point]
+    prototypes: list[Point]
+    shares: Point
+
+
+@with_config(ConfigDict(strict=True))
+class Tastes(TypedDict):
+    """Contents of ``tastes.json``; see ``TasteFigures`` of :mod:`prefed.runs.tastes`."""
+
+    clients: Annotated[list[str], Field(min_length=1)]
+    own: float
+    another: float | None
+    population: float
+    told: NotRequired[float | None]
+    collapsed: bool
+    accuracies: list[list[float]]
+    active_units: int
+    kl_per_dimension: list[float]
+    map: TasteMap
+    prototypes: dict[str, int]
+    trust: dict[str, dict[str, float]]
+    trainable_share: NotRequired[float | None]
+    met: NotRequired[float]
+
+
+class Rate(TypedDict):
+    """A win rate with its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class WinRates(TypedDict):
+    """The results of a comparison; see :class:`prefed.train.metrics.winrate.WinRate`."""
+
+    prompts: NotRequired[int]
+    win_rate: Rate
+    wins: float
+    length_controlled: float | None
+    ties: int
+    judged: int
+    failed: int
+    left_out: NotRequired[int]
+    note: str
+
+
+@with_config(ConfigDict(strict=True))
+class Judged(WinRates):
+    """Contents of ``summary.json`` of a judge's comparison, after ``round``."""
+
+    name: str
+    judge: str
+    taste: NotRequired[str | None]
+    model: str
+    against: str
+    round: NotRequired[int | None]
+
+
+@with_config(ConfigDict(strict=True))
+class VerdictRow(TypedDict):
+    """A row of ``verdicts.jsonl``."""
+
+    row: int
+    prompt: PromptTurns
+    text: str
+    against: str
+    outcome: NotRequired[float | None]
+    result: str
+    first: NotRequired[dict[str, Any]]
+    second: NotRequired[dict[str, Any]]
+
+
+@with_config(ConfigDict(strict=True))
+class LabelRow(TypedDict):
+    """A row of ``labels.jsonl``: a labelled pair of completions of prompt ``index``."""
+
+    prompt: PromptTurns
+    chosen: str
+    rejected: str
+    ended: NotRequired[Sequence[bool]]
+    votes: Annotated[list[int], Field(min_length=2, max_length=2)]
+    margin: float
+    index: int

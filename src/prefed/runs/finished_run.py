@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from prefed.core.records import RoundRecord, Summary
+from prefed.core.records import Judged, LabelRow, RoundRecord, Summary, Tastes, VerdictRow
 from prefed.core.text import did_you_mean, listed
 from prefed.runs.metrics import (
     Agreement,
@@ -38,127 +38,24 @@ class _Schema(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _Named(_Schema):
-    name: str
+def _schema(**fields: Any) -> Any:
+    """A schema of some keys of an object; others are allowed."""
+    return create_model("_Content", __base__=_Schema, **fields)
 
 
-class _Config(_Schema):
-    seed: int
-    data: dict[str, Any]
-    model: _Named
-    method: _Named
+def _counts(*names: str) -> Any:
+    return _schema(**dict.fromkeys(names, int))
 
 
-class _Rate(_Schema):
-    mean: float
-    low: float
-    high: float
-
-
-class _Judged(_Schema):
-    name: str
-    judge: str
-    taste: str | None = None
-    model: str
-    against: str
-    win_rate: _Rate
-    wins: float
-    length_controlled: float | None
-    ties: int
-    judged: int
-    failed: int
-    note: str
-    round: int | None = None
-
-
-_Point = Annotated[list[float], Field(min_length=2, max_length=2)]
-
-
-class _Map(_Schema):
-    clients: list[_Point]
-    prototypes: list[_Point]
-    shares: _Point
-
-
-class _Tastes(_Schema):
-    clients: list[str] = Field(min_length=1)
-    own: float
-    another: float | None
-    population: float
-    collapsed: bool
-    accuracies: list[list[float]]
-    active_units: int
-    kl_per_dimension: list[float]
-    map: _Map
-    prototypes: dict[str, int]
-    trust: dict[str, dict[str, float]]
-    told: float | None = None
-    trainable_share: float | None = None
-    met: float = 0.0
-
-
-class _Verdict(_Schema):
-    """A row of ``verdicts.jsonl``."""
-
-    row: int
-    prompt: str | list[dict[str, str]]
-    text: str
-    against: str
-    result: str
-
-
-class _Prompts(_Schema):
-    read: int
-    clients: int
-    duplicates: int
-    kept: int
-
-
-class _Completions(_Schema):
-    completions: int
-    too_long: int
-
-
-class _Labels(_Schema):
-    pairs: int
-    identical: int
-    blank: int
-    too_long: int = 0  # with selectors
-    failed: int = 0  # with a judge
-    ties: int
-    labelled: int
-    unanimous: int
-
-
-class _Epoch(_Schema):
-    epoch: int
-    loss: float | None
-    agreement: float | None
-
-
-class _Training(_Schema):
-    pairs: int
-    held_out: int
-    epochs: list[_Epoch]
-    kept: int
-
-
-class _Alignment(_Schema):
-    prompts: _Prompts
-    completions: _Completions
-    labels: _Labels
-    train: _Training
-
-
-class _Label(_Schema):
-    """A row of ``labels.jsonl``."""
-
-    prompt: str | list[dict[str, str]]
-    chosen: str
-    rejected: str
-    votes: list[int] = Field(min_length=2, max_length=2)
-    margin: float
-    index: int
+_NAMED = _schema(name=str)
+_CONFIG = _schema(seed=int, data=dict[str, Any], model=_NAMED, method=_NAMED)
+_EPOCH = _schema(epoch=int, loss=float | None, agreement=float | None)
+_ALIGNMENT = _schema(
+    prompts=_counts("read", "clients", "duplicates", "kept"),
+    completions=_counts("completions", "too_long"),
+    labels=_counts("pairs", "identical", "blank", "ties", "labelled", "unanimous"),
+    train=_schema(pairs=int, held_out=int, epochs=list[_EPOCH], kept=int),  # type: ignore[valid-type]
+)
 
 
 class RunError(ValueError):
@@ -171,7 +68,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         RunError: the file is missing or damaged.
     """
-    config: dict[str, Any] = _read(path, tomllib.loads, _Config)
+    config: dict[str, Any] = _read(path, tomllib.loads, _CONFIG)
     return config
 
 
@@ -211,7 +108,7 @@ class Answer(_Schema):
     ended: bool | None = None
 
 
-RowT = TypeVar("RowT", bound=_Schema)
+RowT = TypeVar("RowT")
 
 
 def _rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
@@ -224,12 +121,13 @@ def _rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
     """
     if not path.exists():
         return
+    schema = TypeAdapter(kind)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                yield kind.model_validate(json.loads(line))
+                yield schema.validate_python(json.loads(line))
             except ValidationError as error:
                 raise _damage(path, f"line {number}: {_problem(error)}") from error
             except (ValueError, RecursionError) as error:
@@ -559,7 +457,7 @@ def judged_of(run: RunRecord) -> list[Outcome]:
     found = []
     for path in sorted((run.path / "judge").glob("*/summary.json")):
         if os.access(path, os.R_OK):
-            summary = _read(path, json.loads, _Judged)
+            summary = _read(path, json.loads, Judged)
             number = summary.get("round")
             if number not in (None, run.summary["rounds"]):
                 summary["model"] += f" after round {number}"
@@ -576,13 +474,13 @@ def alignment_of(run: Path) -> Outcome | None:
     path = run / "align" / "summary.json"
     if not path.exists():
         return None
-    return Outcome(_read(path, json.loads, _Alignment), _labels(path.with_name("labels.jsonl")))
+    return Outcome(_read(path, json.loads, _ALIGNMENT), _labels(path.with_name("labels.jsonl")))
 
 
 def tastes_in(run: Path) -> Mapping[str, Any] | None:
     """Return :attr:`RunRecord.tastes` without reading the other files of the run."""
     path = run / "tastes.json"
-    return _read(path, json.loads, _Tastes) if os.access(path, os.R_OK) else None
+    return _read(path, json.loads, Tastes) if os.access(path, os.R_OK) else None
 
 
 def read_answers(run: Path) -> tuple[Answer, ...]:
@@ -595,24 +493,28 @@ def read_answers(run: Path) -> tuple[Answer, ...]:
 
 
 def _verdicts(path: Path) -> tuple[Example, ...]:
-    first: dict[int, _Verdict] = {}
-    for row in _rows(path, _Verdict):
+    first: dict[int, VerdictRow] = {}
+    for row in _rows(path, VerdictRow):
         # Rows are in the order of judging, and the last one of a prompt counts.
-        first[row.row] = row
+        first[row["row"]] = row
         if len(first) > EXAMPLES:
             del first[max(first)]
     rows = (first[number] for number in sorted(first))
-    return tuple(Example(prompt_text(row.prompt), row.text, row.against, row.result) for row in rows)
+    return tuple(
+        Example(prompt_text(row["prompt"]), row["text"], row["against"], row["result"]) for row in rows
+    )
 
 
 def _labels(path: Path) -> tuple[Example, ...]:
-    first: dict[int, _Label] = {}
-    for row in _rows(path, _Label):
-        first.setdefault(row.index, row)
+    first: dict[int, LabelRow] = {}
+    for row in _rows(path, LabelRow):
+        first.setdefault(row["index"], row)
         if len(first) == EXAMPLES:
             break
     return tuple(
-        Example(prompt_text(row.prompt), row.chosen, row.rejected, f"{row.votes[0]} to {row.votes[1]} votes")
+        Example(
+            prompt_text(row["prompt"]), row["chosen"], row["rejected"], "{} to {} votes".format(*row["votes"])
+        )
         for row in first.values()
     )
 

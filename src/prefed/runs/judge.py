@@ -23,6 +23,7 @@ from prefed.align.judge.questions import NumberedPrompt, numbered_prompts, refer
 from prefed.config import EndpointConfig
 from prefed.config.align import JudgeOptions
 from prefed.core import files
+from prefed.core.records import Judged, VerdictRow, WinRates
 from prefed.core.strict_settings import differing
 from prefed.core.text import pluralize
 from prefed.data.record import plain_prompt
@@ -105,9 +106,7 @@ class Comparison:
         return self.client is not None or self.taste is not None or self.options.taste != "mean"
 
 
-def judge(
-    path: str | Path, how: Comparison, progress: Progress = lambda what, done, of: None
-) -> dict[str, Any]:
+def judge(path: str | Path, how: Comparison, progress: Progress = lambda what, done, of: None) -> Judged:
     """Compare the model of a run, and write verdicts and win rates under ``RUN/judge``.
 
     An interrupted comparison continues when it is called again: responses and verdicts in the files are kept,
@@ -159,12 +158,19 @@ def judge(
             journal.append([verdict])
             progress("verdicts", len(journal.rows), len(pairs))
         verdicts = [journal.rows[row.row] for row, _ in pairs]
-    summary = summarize(verdicts, len(prompts) - len(pairs), how)
+    rates = summarize(verdicts, len(prompts) - len(pairs), how)
     for name, server in served.items():
         text = f"responses of {name} are from {server['model']} at {server['url']}, not bit-reproducible"
-        summary["note"] = "; ".join(filter(None, (summary["note"], text)))
-    about = {"judge": how.judge, "taste": taste, "model": own.name, "against": other.name}
-    summary = {"name": folder.name, **about, "round": run.reader.commit.round, **summary}
+        rates["note"] = "; ".join(filter(None, (rates["note"], text)))
+    summary: Judged = {
+        "name": folder.name,
+        "judge": how.judge,
+        "taste": taste,
+        "model": own.name,
+        "against": other.name,
+        "round": run.reader.commit.round,
+        **rates,
+    }
     files.write(
         folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False).encode(), mode=0o600
     )
@@ -174,7 +180,7 @@ def judge(
     return summary
 
 
-def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Comparison) -> dict[str, Any]:
+def summarize(verdicts: Sequence[Mapping[str, Any]], left_out: int, how: Comparison) -> WinRates:
     """Compute win rates from rows of ``verdicts.jsonl``.
 
     Args:
@@ -249,7 +255,7 @@ def _sides(run: LoadedRun, how: Comparison, prompts: Sequence[NumberedPrompt]) -
 
 def _verdicts(
     judge: Judge, pairs: Sequence[tuple[NumberedPrompt, Question]], journal: Journal
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[VerdictRow]:
     """Yield a row of ``verdicts.jsonl`` for each pair without one, as soon as it is judged."""
     asked = []
     for row, question in pairs:
@@ -266,7 +272,7 @@ def _verdicts(
         yield _row(row, question, next(answers), next(answers))
 
 
-def _row(row: NumberedPrompt, question: Question, first: Verdict, second: Verdict) -> dict[str, Any]:
+def _row(row: NumberedPrompt, question: Question, first: Verdict, second: Verdict) -> VerdictRow:
     result = outcome(first, second)
     return {
         "row": row.row,

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from prefed.align import KnownTastes
-from prefed.core import ClientTrainer, Download, Key, Method, Objective, Owner, State, Tensors
+from prefed.core import ClientTrainer, Download, Key, Method, Objective, Owner, State, Tensors, records
 from prefed.core.text import did_you_mean, listed
 from prefed.core.wire import decode_state
 from prefed.engines import ClientStates, Job
@@ -424,7 +424,7 @@ class TasteFigures:
     trainable_share: float
     met: float
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> records.Tastes:
         """Convert to JSON values: metrics on whether z is informative, and a map of the μ̄ on a plane.
 
         ``collapsed``: own z gains less than :data:`GAINS_FROM` over other z, and its accuracy is below

@@ -103,6 +103,10 @@ class MetricRow:
         """Format its value among those of a model."""
         return self.format(values[self.name])
 
+    def named(self, values: Mapping[str, Any]) -> str:
+        """Format its value with label and unit."""
+        return f"{self.label} {self.cell(values)} {'' if self.share else self.printed.unit}".strip()
+
 
 _ROWS: Mapping[tuple[str, str, str, Printed], str | Mapping[str, str]] = {
     ("baseline_accuracy", "before", "all", COLUMN): _CORRECT,

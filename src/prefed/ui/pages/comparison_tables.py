@@ -41,6 +41,11 @@ COLUMNS = (
     *((TABLE[name].label, name, "mean") for name in COMPARED_METRICS if name not in LEADING_METRICS),
 )
 """Columns of accuracies: heading, metric, and statistic over clients. Empty columns are left out."""
+MEANS = {
+    "Mean change in the log-probability of responses over the base model, in nats.": SHIFT_METRICS,
+    "Explicit reward heads, means over clients.": (*REWARD_SHARES, "margin", "explicit_margin"),
+}
+"""Caption of a table of means → its metrics."""
 
 
 def print_comparison(runs: Sequence[RunRecord], console: Console) -> None:
@@ -85,8 +90,7 @@ def _of_runs(compared: Compared, names: Sequence[str]) -> list[Table]:
     judged = [(n, e.summary) for n, run in zip(names, compared.runs, strict=True) for e in judged_of(run)]
     some = (
         runs_table(compared, names),
-        shift_table(compared.runs, names),
-        reward_table(compared.runs, names),
+        *(means_table(compared.runs, names, *each) for each in MEANS.items()),
         selectors_table(compared.runs, names),
         runs_text_table(compared.runs, names),
         judged_table([summary for _, summary in judged], [name for name, _ in judged]),
@@ -163,30 +167,16 @@ def tests_table(compared: Compared, name: str, names: Sequence[str]) -> Table:
     return Table(caption, heads, [(names[k], cells) for k, cells in zip(others, rows, strict=True)])
 
 
-def reward_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
-    """Metrics of explicit reward heads, means over clients; ``None`` if no run has one."""
-    rewarded = [(name, run) for name, run in zip(names, runs, strict=True) if REWARD_SHARES[0] in run.figures]
-    if not rewarded:
-        return None
-    heads = [rewarded[0][1].figures[metric].label for metric in REWARD_SHARES]
+def means_table(
+    runs: Sequence[RunRecord], names: Sequence[str], caption: str, metrics: Sequence[str]
+) -> Table | None:
+    """Means over clients of the runs that have the first of ``metrics``; ``None`` if none has it."""
     rows = []
-    for name, run in rewarded:
-        shares = (run.spread(metric).mean for metric in REWARD_SHARES)
-        margins = (run.summary["margin"], run.summary["explicit_margin"])
-        rows.append((name, [cell(value) for value in (*shares, *margins)]))
-    title = "Explicit reward heads, means over clients."
-    return Table(title, ["run", *heads, "policy margin", "head margin"], rows)
-
-
-def shift_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:
-    """Changes in the log-probability of responses; ``None`` if no run has measured them."""
-    measured = [(name, run) for name, run in zip(names, runs, strict=True) if SHIFT_METRICS[0] in run.summary]
-    if not measured:
-        return None
-    heads = [TABLE[name].label for name in SHIFT_METRICS]
-    rows = [(name, [cell(run.summary.get(metric)) for metric in SHIFT_METRICS]) for name, run in measured]
-    title = "Mean change in the log-probability of responses over the base model, in nats."
-    return Table(title, ["run", *heads], rows)
+    for name, run in zip(names, runs, strict=True):
+        if metrics[0] in run.summary:
+            values = (run.summary.get(metric) for metric in metrics)
+            rows.append((name, [cell(v["mean"] if isinstance(v, Mapping) else v) for v in values]))
+    return Table(caption, ["run", *(TABLE[metric].label for metric in metrics)], rows) if rows else None
 
 
 def selectors_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | None:

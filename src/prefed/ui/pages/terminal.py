@@ -24,6 +24,7 @@ from prefed.runs.metrics import (
 from prefed.train.metrics import (
     MEAN_METRICS,
     REWARD_SHARES,
+    SHIFT_ERROR,
     TABLE,
     broken_text,
     small_clients_note,
@@ -75,8 +76,7 @@ def print_result(
     if "majority_accuracy" not in summary:
         meaning = words_of("reward_accuracy", summary)[1]
         console.print(f"reward accuracy: {meaning}", soft_wrap=True, style="dim")
-    if line := shift_line(summary):
-        console.print(line, soft_wrap=True)
+    console.print(means_line(summary), soft_wrap=True)
     if summary["left_out"]:
         one, several = (f"{who} no {summary['split']} pairs and" for who in ("client has", "clients have"))
         console.print(f"{pluralize(summary['left_out'], f'{one} was', f'{several} were')} not evaluated")
@@ -91,13 +91,6 @@ def print_result(
     if summary.get("set_aside"):
         text = f"clients excluded for invalid uploads: {', '.join(summary['set_aside'])}"
         console.print(text, markup=False, soft_wrap=True, style="yellow")
-    if "explicit_margin" in summary:
-        accuracy, agreement = summary["explicit_accuracy"]["mean"], summary["agreement"]["mean"]
-        console.print(
-            f"reward head: explicit accuracy {accuracy:.1%}, agreement with the policy {agreement:.1%}; "
-            f"mean margin {summary['explicit_margin']:.3f} (policy: {summary['margin']:.3f} nats)",
-            soft_wrap=True,
-        )
     selectors = agreements(summary, groupings[-1].clusters if groupings else ())
     if table := agreement_table(selectors, f"{summary['split']} pairs"):
         console.print(terminal(table))
@@ -159,17 +152,17 @@ def verdict(summary: Summary) -> str:
     return text
 
 
-def shift_line(summary: Mapping[str, Any]) -> str:
-    """How training changed the log-probabilities of responses, or ``""`` if that was not measured.
+def means_line(metrics: Mapping[str, Any]) -> str:
+    """The means over clients of a reward head's metrics, and of all that are no shares.
 
-    >>> shift_line({"chosen_shift": 3.61, "rejected_shift": -20.04})
-    'log-probability of chosen responses +3.6 nats, of rejected ones -20.0 (mean change over the base model)'
+    >>> means_line({"preference_accuracy": {"mean": 0.5}, "chosen_shift": 3.61, "dpo_loss": {"mean": 0.5}})
+    'means: chosen shift +3.6 nats, DPO loss 0.5000'
     """
-    chosen, rejected = summary.get("chosen_shift"), summary.get("rejected_shift")
-    if chosen is None or rejected is None:
-        return ""
-    change = f"{chosen:+.1f} nats, of rejected ones {rejected:+.1f}"
-    return f"log-probability of chosen responses {change} (mean change over the base model)"
+    values = {n: v["mean"] if isinstance(v := metrics[n], Mapping) else v for n in _MEANS if n in metrics}
+    return f"means: {', '.join(TABLE[n].named(values) for n in values if values[n] is not None)}"
+
+
+_MEANS = ("explicit_accuracy", "agreement", *(name for name in MEAN_METRICS if name != SHIFT_ERROR))
 
 
 def result_line(summary: Summary) -> str:
@@ -270,11 +263,7 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
             if names:
                 metrics = [figures[n] for n in names]
                 console.print(terminal(metrics_table(f"{name}: {title}", metrics, evaluation.pairs.get)))
-        means = (
-            (TABLE[name], evaluation.figures[name]) for name in MEAN_METRICS if name in evaluation.figures
-        )
-        shown = (f"{row.label} {row.format(own['mean'])} {row.printed.unit}".strip() for row, own in means)
-        console.print(f"means: {', '.join(shown)}", soft_wrap=True)
+        console.print(means_line(evaluation.figures), soft_wrap=True)
     if evaluation.unseen:
         console.print(terminal(unseen_table(evaluation.unseen, evaluation.taste)))
     if evaluation.unseen_selectors:
