@@ -348,13 +348,16 @@ class InterruptAt(Callback):
 
 
 class Warned(Callback):
-    """Keeps warnings."""
+    """Keeps warnings and notes."""
 
     def __init__(self):
-        self.texts = []
+        self.texts, self.notes = [], []
 
     def on_warning(self, text):
         self.texts.append(text)
+
+    def on_note(self, text):
+        self.notes.append(text)
 
 
 def run(

@@ -19,19 +19,24 @@ from alignments import alignment as alignment
 from alignments import place as place
 from alignments import selectors as selectors
 from finished import small_experiment
-from prefed.align import AlignError, align
+from prefed.align import AlignError, align, completions
 from prefed.align.alignment import write_pairs
+from prefed.align.held_out import HeldOutAnswers
 from prefed.align.run import STAGES, begun
 from prefed.align.stages import run_stages
-from prefed.align.training import kept_epoch, label_trainer
+from prefed.align.training import best_epoch, kept_epoch, label_trainer
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
+from prefed.core import Callback
 from prefed.core.wire import decode_state
 from prefed.data import Record, Source, Template
+from prefed.runs.align import _Source
 from prefed.runs.align import align as align_run
 from prefed.runs.finished_run import RunError
 from prefed.runs.run import run
 from prefed.train import generation
+from prefed.train.generation import Completion
+from prefed.train.metrics import WrittenAnswer, majority
 from prefed.ui.cli import app
 from toy import Warned
 
@@ -74,8 +79,7 @@ def test_the_whole_path(alignment):
         [ends[row["chosen"]], ends[row["rejected"]]] for row in labels
     ]
     assert summary["train"]["pairs"] + summary["train"]["held_out"] == len(labels)
-    best = max(summary["train"]["epochs"], key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))
-    assert summary["train"]["kept"] == best["epoch"]
+    best = summary["train"]["epochs"][summary["train"]["kept"] - 1]
     assert all({"chosen_shift", "chosen_shift_error"} <= epoch.keys() for epoch in summary["train"]["epochs"])
     kept, adapter = (alignment.folder / name for name in (f"checkpoints/epoch-{best['epoch']}", "adapter"))
     assert content(kept) == content(adapter)
@@ -450,7 +454,7 @@ def test_the_command(finished, place, tmp_path):
     assert (code, "epochs: 1 → 2" in text) == (1, True)
     assert command("--resume")[0] == 0
     code, text = command("--stage", "train", "--set", "align.epochs=2")
-    assert (code, "of 2, agreement" in text) == (0, True)
+    assert (code, "of 2, win rate" in text) == (0, True)
     assert f"judge: prefed judge {path} --judge NAME --prompts FILE" in text
     assert "never trained" not in text
     check_told(path / "align")
@@ -462,7 +466,7 @@ def test_the_command(finished, place, tmp_path):
     shutil.rmtree(path / "align")
     other = str(place / "prompts.jsonl")
     code, text = command("--prompts", other, "--set", "align.limit=4", "--set", "align.held_out=0")
-    assert (code, "kept 4" in text, "agreement" in text) == (0, True, False)
+    assert (code, "kept 4" in text, "win rate" in text) == (0, True, False)
     settings = json.loads((path / "align/settings.json").read_text())
     assert (settings["limit"], settings["prompts"]["path"]) == (4, other)
 
@@ -533,14 +537,129 @@ def test_the_clearest_pair_of_each_prompt_is_kept(alignment):
     assert (figures["labelled"], figures["near_ties"]) == (len(kept), len(everything) - len(kept))
 
 
+@pytest.mark.parametrize(("cut", "limit"), [(1, 9), (2, 40)])
+def test_the_limit_of_tokens_lets_nine_in_ten_end(alignment, monkeypatch, cut, limit):
+    """Completions of ten prompts have 1, 2, … tokens, and the last ones are cut at what 64 tokens leave for a
+    prompt of 23 and an end. If nine end, the limit is the longest of them."""
+    seen = []
+
+    def complete_batch(policy, tensors, prompts, how, keys, tastes=None):
+        seen.extend(prompts)
+        assert how.max_tokens == 40
+        numbers = range(len(seen) - len(prompts) + 1, len(seen) + 1)
+        return [Completion([5] * 40, None) if k > 10 - cut else Completion([5] * k, 0) for k in numbers]
+
+    run_stages(whole := unlimited(alignment), STAGES[:2])
+    monkeypatch.setattr(completions, "complete_batch", complete_batch)
+    monkeypatch.setattr(Template, "prompt_ids", lambda self, prompt: [1] * (23 if prompt == "Up" else 20))
+    assert completions.limit(whole) == completions.limit(whole) == limit
+    assert len(seen) == 10
+
+
+def test_a_measured_limit_is_used(alignment):
+    """No completion is longer than the limit, which one of 30 reaches, and the summary has it."""
+    figures = run_stages(unlimited(alignment), STAGES[:3])["completions"]
+    limit = json.loads((alignment.folder / "limit.json").read_bytes())["max_new_tokens"]
+    made = rows(alignment.folder, "completions.jsonl")
+    assert max(row["tokens"] for row in made) == limit == figures["max_new_tokens"]
+
+
+def unlimited(alignment):
+    (alignment.folder / "stages").mkdir(parents=True)
+    return replace(alignment, config=alignment.config.model_copy(update={"max_new_tokens": None}))
+
+
+def test_the_accuracy_of_selectors_on_unseen_prompts_comes_first(alignment, selectors):
+    """A share of pairs by majority, in the summary and in a note; without any such pair, the note says so."""
+    pairs = [Record(f"Case {k}:", f" up {k}", f" down {k + 1}") for k in range(40, 52)]
+    right = float(np.mean(majority(selectors.scores(pairs)[1]) > 0))
+    assert 0 < right < 1
+    for own, words in ((pairs, f"{right:.1%} of 12 pairs"), ([], "no client has a test pair")):
+        heard = Warned()
+        (alignment.folder / "stages").mkdir(parents=True, exist_ok=True)
+        one = replace(alignment, unseen_pairs=lambda own=own: own, callback=heard)
+        figures = run_stages(one, STAGES[:4], "labels")["labels"]
+        assert (figures["unseen_pairs"], figures["unseen_accuracy"]) == (len(own), right if own else None)
+        assert [words in text and "unknown" in text for text in heard.notes] == [True]
+
+
+def test_unseen_prompts_are_in_no_training_pair(finished, place):
+    """Of all clients, or of the one whose taste labels; the first test pair of each is also trained on."""
+    for taste in (None, "left"):
+        config = AlignConfig(prompts=str(place / "prompts.jsonl"), taste=taste)
+        source = _Source(finished, config, Callback())
+        dataset, split = source.run.trainers.dataset, source.run.job.split
+        rows = {client: getattr(own, split) for client, own in dataset.clients.items()}
+        trained = {
+            client: replace(own, train=np.append(own.train, rows[client][:1]))
+            for client, own in dataset.clients.items()
+        }
+        source.run.trainers.dataset = replace(dataset, clients=trained)
+        first = {dataset.tokens.record(own[0]).prompt for own in rows.values()}
+        pairs = [
+            dataset.tokens.record(row) for client in ([taste] if taste else rows) for row in rows[client]
+        ]
+        expected = [pair for pair in pairs if pair.prompt not in first]
+        assert 0 < len(expected) < len(pairs)
+        assert source.unseen_pairs() == expected
+
+
+def test_a_win_is_an_answer_that_the_labeller_prefers(alignment, monkeypatch):
+    """Equal answers are half a win, an empty one is none, and those too long to judge do not count: of four
+    answers, (0.5 + 0 + 1) / 3."""
+    (alignment.folder / "stages").mkdir(parents=True)
+    run_stages(alignment, STAGES[:2])
+
+    class Judge:
+        def scores(self, pairs, tastes=None):
+            assert [(pair.chosen, pair.rejected) for pair in pairs] == [(" c", " up"), (" d", " up")]
+            return np.array([0]), np.array([[2.0]], np.float32)
+
+    answers = HeldOutAnswers(replace(alignment, judge=Judge()), range(4), 6)
+    written = {0: [" up"] * 4, 1: [" up ", "", " c", " d"]}
+    monkeypatch.setattr(
+        answers, "_write", lambda k: [WrittenAnswer("", text, [5, 6], True, 1.0) for text in written[int(k)]]
+    )
+    monkeypatch.setattr(type(answers), "_start", answers._write(0))
+    assert answers.measure(1)["win_rate"] == 0.5
+
+
+def text(**own):
+    """The health of 20 answers of the initial policy, and of a policy that differs in ``own``."""
+    base = {"answers": 20, "ends": 1.0, "loops": 0.0, "empty": 0.0, "surprise": 1.0}
+    base["surprise_band"] = [0.5, 1.5]
+    return {"base": base, "shared": base | own}
+
+
+def test_the_kept_epoch_has_whole_text():
+    """The last epoch wins most and loops, the second one's text is unlikely (above 1.5 + 2), and the third
+    was not measured."""
+    measured = [
+        (0.6, {}),
+        (0.9, {"surprise": 3.6}),
+        (None, {}),
+        (0.7, {"surprise": 3.4}),
+        (1.0, {"loops": 0.5}),
+    ]
+    epochs = [
+        {"epoch": k, "win_rate": rate, "agreement": 0.5, "text": text(**own)}
+        for k, (rate, own) in enumerate(measured, 1)
+    ]
+    assert best_epoch(epochs) == 4
+    assert best_epoch([epochs[1], epochs[4]]) == 5
+
+
 @pytest.mark.parametrize(
     ("figures", "words"),
     [
-        ({"agreement": 0.9, "chosen_shift": -4.0, "chosen_shift_error": 1.0}, ["-4.0 nats"]),
-        ({"agreement": 0.4, "chosen_shift": -4.0, "chosen_shift_error": 1.0}, ["-4.0 nats", "only 40.0%"]),
-        ({"agreement": 0.9, "chosen_shift": -4.0, "chosen_shift_error": 3.0}, []),
-        ({"agreement": 0.5}, []),  # from an older prefed
-        ({"agreement": None}, []),  # nothing is held out
+        ({"win_rate": 0.9, "chosen_shift": -4.0, "chosen_shift_error": 1.0}, ["-4.0 nats"]),
+        ({"win_rate": 0.4, "chosen_shift": -4.0, "chosen_shift_error": 1.0}, ["-4.0 nats", "only 40.0%"]),
+        ({"win_rate": 0.9, "chosen_shift": -4.0, "chosen_shift_error": 3.0}, []),
+        ({"win_rate": 0.0}, ["only 0.0%"]),
+        ({"win_rate": 0.9, "text": text(loops=0.5)}, ["10 of 20 answers loop; the initial policy: 0"]),
+        ({"win_rate": 0.9, "text": text(loops=0.1)}, []),
+        ({"agreement": 0.4}, []),  # from an older prefed
+        ({"win_rate": None}, []),  # nothing is held out
     ],
 )
 def test_an_adapter_that_is_worse_than_its_start_is_called_so(figures, words):

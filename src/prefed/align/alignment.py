@@ -167,6 +167,7 @@ class Alignment:
         sources: digests of the inputs: ``"clients"``, and ``"selectors"`` for the selectors or the judge.
         judge: labels instead of the selectors.
         tastes: reads the tastes of clients, for a policy that takes tastes.
+        unseen_pairs: reads pairs of clients with prompts that selectors were not trained on.
         callback: receives the progress of the stages.
     """
 
@@ -181,6 +182,7 @@ class Alignment:
     sources: Mapping[str, str]
     judge: Scorer | None = None
     tastes: Callable[[], KnownTastes] | None = None
+    unseen_pairs: Callable[[], Sequence[Record]] = tuple
     callback: Callback = field(default_factory=Callback)
 
     @property
@@ -192,6 +194,11 @@ class Alignment:
     def policy(self) -> Backbone:
         """The initial policy, which generates completions and is π_ref; available after its stage."""
         return load_policy(self.model, self.seed, self.folder, self.needs)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """The labeller: the judge, or the selectors that label."""
+        return self.judge or self.selectors().chosen_by(self.config.labels)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefed.align import completions
-from prefed.align.alignment import Alignment, Scorer
+from prefed.align.alignment import Alignment
 from prefed.align.policy import AlignError
 from prefed.align.stages import Figures, Stage, append, dumps, rows_in, whole_batches
 from prefed.align.start import own_prompts
@@ -76,6 +76,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     counts = dict.fromkeys(names, 0)
     pairs = list(candidates(alignment, generation, counts))
     prompts = own_prompts(alignment)
+    accuracy = {} if generation.before else unseen_accuracy(alignment)
     batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
     _judge(alignment, generation, prompts, batches)
     labels = list(_labels(alignment, generation, prompts, pairs, counts)) if pairs else []
@@ -91,7 +92,28 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
             "align.temperature or data.max_length"
         )
     files.write(path, dumps(labels))
-    return {**counts, "labelled": len(labels)}
+    return {**counts, "labelled": len(labels), **accuracy}
+
+
+def unseen_accuracy(alignment: Alignment) -> Figures:
+    """Measure and log how often the selectors order clients' pairs with unseen prompts as the clients do."""
+    if alignment.judge is not None or alignment.config.tastes is not None:
+        return {}
+    pairs = list(alignment.unseen_pairs())
+    asked, scores = alignment.scorer.scores(pairs)
+    text = "no client has a test pair whose prompt selectors were not trained on"
+    accuracy = None
+    if len(asked):
+        lead = leads(scores.astype(float), str(alignment.config.labels))
+        accuracy = float(np.mean((np.sign(lead) + 1) / 2))
+        text = (
+            f"selectors order {accuracy:.1%} of {len(asked):,} pairs of clients with unseen prompts correctly"
+        )
+    alignment.callback.on_note(
+        f"{text}; their accuracy on the policy's own completions is unknown, as nobody labelled them: read "
+        "some of labels.jsonl"
+    )
+    return {"unseen_pairs": len(asked), "unseen_accuracy": accuracy}
 
 
 def clearest(labels: Sequence[LabelRow]) -> list[LabelRow]:
@@ -127,13 +149,12 @@ def _judge(
     alignment.callback.on_stage_begin(name, done, len(batches))
     if done == len(batches):
         return
-    scorer: Scorer = alignment.judge or alignment.selectors().chosen_by(alignment.config.labels)
     for number, batch in enumerate(batches[done:], done + 1):
         records = [
             Record(prompts[pair.prompt].prompt, *pair.texts, extra=dict(prompts[pair.prompt].extra))
             for pair in batch
         ]
-        asked, scores = scorer.scores(records, at_prompts(drawn, (pair.prompt for pair in batch)))
+        asked, scores = alignment.scorer.scores(records, at_prompts(drawn, (pair.prompt for pair in batch)))
         column = {int(row): scores[:, k].astype(float).tolist() for k, row in enumerate(asked)}
         rows = [
             {"index": pair.prompt, "samples": pair.samples, "scores": column.get(row)}

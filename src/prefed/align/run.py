@@ -2,9 +2,8 @@
 
 A policy that takes tastes is trained in generations (FedVPA-GP, arXiv:2605.30873, stage 2). In each of them,
 the current policy completes each prompt with a taste drawn for it, the frozen selector labels the completions
-with this taste, and the policy is trained on the labels. Since labels of different generations are not
-comparable, the best policy is selected on the held-out pairs of the first generation, whose prompts are
-completed only once and never used for training.
+with this taste, and the policy is trained on the labels. The best policy is selected by its answers to
+the held-out prompts of the first generation, at the tastes drawn there; training never uses these prompts.
 """
 
 from __future__ import annotations
@@ -58,8 +57,9 @@ def summarize(figures: Mapping[str, Figures]) -> dict[str, Figures]:
         own = [figures[name] for name in figures if name.startswith(f"{kind}-")]
         counts = {name: sum(each[name] for each in own) for name in own[0] if isinstance(own[0][name], int)}
         single[kind] = {**counts, "seconds": sum(each["seconds"] for each in own), **single.get(kind, {})}
-    # The held-out pairs are the same ones in every generation.
-    single["train"] = {**single["train"], "held_out": figures["train-1"]["held_out"]}
+    # The held-out pairs and prompts are the same ones in every generation.
+    same = {name: figures["train-1"][name] for name in ("held_out", "answered")}
+    single["train"] = {**single["train"], **same}
     return single
 
 

@@ -12,52 +12,73 @@ import torch
 
 from prefed.align import labels, policy
 from prefed.align.alignment import Alignment, cache, write_pairs
+from prefed.align.completions import limit
+from prefed.align.held_out import ANSWERED, HeldOutAnswers
 from prefed.align.policy import AlignError, Training, train_epochs
 from prefed.align.stages import Figures, Stage, check_outputs, output_digest, rows_in
-from prefed.align.tastes import STATE, Generation, held_out, held_out_prompts
+from prefed.align.tastes import STATE, Generation, at_prompts, held_out, held_out_prompts
 from prefed.config.align import AlignConfig
 from prefed.core import Callback, Optimizer, Plain, Tensors
 from prefed.data import Record
 from prefed.data.record import parse_prompt
 from prefed.models.backbone import model_digest
+from prefed.models.config import first_rate
 from prefed.train import PairTrainer
-from prefed.train.metrics import SHIFT_ERROR, SHIFT_METRICS, PairScores, client_metrics, falls
+from prefed.train.metrics import (
+    SHIFT_ERROR,
+    SHIFT_METRICS,
+    PairScores,
+    broken_text,
+    client_metrics,
+    falls,
+    health_line,
+)
 
 ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
 SHIFT = SHIFT_METRICS[0]
+CHECKED = 5
+"""Largest number of epochs, evenly spaced up to the last one, after which held-out prompts are answered."""
 
 
-def best_epoch(history: list[dict[str, Any]]) -> int:
-    """Return the first epoch with the highest agreement or, without held-out pairs, the last epoch.
+def best_epoch(history: Sequence[Mapping[str, Any]]) -> int:
+    """Return the epoch with the highest win rate or, without held-out prompts, the last epoch.
 
-    An epoch after which the chosen completions are less probable than under the initial policy, beyond noise
-    (:func:`~prefed.train.metrics.falls`), is only kept if all are such: a policy whose text breaks may agree
-    best.
+    Of several such epochs, it is the first with the highest agreement.
 
-    >>> best_epoch([{"epoch": k, "agreement": share} for k, share in ((1, 0.6), (2, 0.7), (3, 0.7))])
-    2
-    >>> shifts = {1: 2.0, 2: -0.5, 3: -9.0}
-    >>> figures = [{"epoch": k, "agreement": k / 4, SHIFT: shifts[k], SHIFT_ERROR: 1.0} for k in shifts]
-    >>> best_epoch(figures), best_epoch(figures[2:])
-    (2, 3)
+    An epoch whose text is worse than the initial policy's (:func:`~prefed.train.metrics.broken_text`), or
+    after which the chosen completions are less probable, beyond noise
+    (:func:`~prefed.train.metrics.falls`), is only kept if all are such: a labeller may prefer broken text.
+
+    >>> rates = ((0.6, 0.9), (0.7, 0.8), (0.7, 0.9), (0.7, 0.9))
+    >>> figures = [{"epoch": k, "win_rate": a, "agreement": b} for k, (a, b) in enumerate(rates, 1)]
+    >>> best_epoch(figures)
+    3
+    >>> figures = [epoch | {SHIFT: 8.0 - 4 * epoch["epoch"], SHIFT_ERROR: 1.0} for epoch in figures]
+    >>> best_epoch(figures), best_epoch(figures[3:])
+    (2, 4)
     """
-    if history[0]["agreement"] is None:
+    measured = [epoch for epoch in history if epoch.get("win_rate") is not None]
+    if not measured:
         return int(history[-1]["epoch"])
-    bearing = [epoch for epoch in history if not falls(epoch)] or history
-    return int(max(bearing, key=lambda epoch: (epoch["agreement"], -epoch["epoch"]))["epoch"])
+    whole = [epoch for epoch in measured if not falls(epoch) and not broken_text(epoch.get("text"))]
+    best = max(whole or measured, key=lambda epoch: (epoch["win_rate"], epoch["agreement"], -epoch["epoch"]))
+    return int(best["epoch"])
 
 
 def kept_epoch(history: list[dict[str, Any]], callback: Callback) -> int:
     """Return :func:`best_epoch`, with a warning if it is worse than the initial policy."""
     kept, worse = best_epoch(history), []
     (epoch,) = (each for each in history if each["epoch"] == kept)
+    text = epoch.get("text")
+    if text is not None and broken_text(text):
+        worse.append(health_line(text["shared"], text["base"]).replace("base model", "initial policy"))
     if falls(epoch):
         worse.append(
             f"the chosen held-out completions became less probable ({epoch[SHIFT]:+.1f} nats): its text may "
             "loop or be nonsense"
         )
-    if epoch["agreement"] is not None and epoch["agreement"] < 0.5:
-        worse.append(f"it orders only {epoch['agreement']:.1%} of the held-out pairs as they are labelled")
+    if (share := epoch.get("win_rate")) is not None and share < 0.5:
+        worse.append(f"the labeller prefers only {share:.1%} of its answers to held-out prompts")
     if worse:
         callback.on_warning(
             f"the kept adapter is worse than the initial policy: {', and '.join(worse)}; lower align.lr, or "
@@ -153,18 +174,24 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
             "for training; use more prompts, or raise data.max_length"
         )
     before = generation.before
+    lr = config.lr or first_rate(alignment.policy.causal.config.get_text_config().hidden_size)
+    pairs = int((~out).sum())
     training = Training(
         stage=generation.stage("train"),
         rows=np.flatnonzero(~out),
         objective=config.goal(),
-        optimizer=Optimizer(config.optimizer, lr=config.lr, clip=config.clip),
+        optimizer=Optimizer(config.optimizer, lr=lr, clip=config.clip),
         batch_size=config.batch_size,
-        epochs=config.epochs if config.regenerate is None else 1,
+        epochs=config.epochs_for(pairs),
         steps=config.regenerate,
         state=generation.path(alignment, STATE),
         before=None if before is None else before.path(alignment, STATE),
-        remedy="lower align.lr",
+        remedy=f"set align.lr below {lr:g}",
     )
+    answered = np.unique(prompts[out]).tolist()
+    first = generation if generation.before is None else Generation(1)
+    z = at_prompts(first.tastes(alignment), answered)
+    held_out_answers = HeldOutAnswers(alignment, answered, limit(alignment), z) if answered else None
 
     def measure(epoch: int, tensors: Tensors) -> Mapping[str, Plain]:
         path = alignment.folder / checkpoint(generation, epoch)
@@ -173,7 +200,11 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         else:
             path.parent.mkdir(exist_ok=True)
             policy.save_policy(tensors, path)
-        return {"digest": output_digest(path), **agreement(config, trainer, tensors, out)}
+        figures: dict[str, Any] = {"win_rate": None}
+        # Answers take longer than a pass over few pairs.
+        if held_out_answers is not None and (training.epochs - epoch) % -(-training.epochs // CHECKED) == 0:
+            figures = held_out_answers.measure(tensors)
+        return {"digest": output_digest(path), **agreement(config, trainer, tensors, out), **figures}
 
     key = generation.key(alignment).at("train")
     _, history = train_epochs(trainer, training, key, alignment.callback, measure)
@@ -181,12 +212,15 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     digests = {checkpoint(generation, epoch["epoch"]): epoch.pop("digest") for epoch in history}
     check_outputs(alignment.folder, stage(generation), digests)
     counts = {
-        "pairs": len(training.rows),
+        "pairs": pairs,
         "held_out": int(out.sum()),
         "too_long": len(rows) - len(prompts),
+        "answered": len(answered[:ANSWERED]),
+        "lr": lr,
     }
     if tastes is not None:
-        return {**counts, "loss": history[-1]["loss"], "agreement": history[-1]["agreement"]}
+        last = {name: history[-1][name] for name in ("loss", "agreement", "win_rate")}
+        return {**counts, **last}
     best = kept_epoch(history, alignment.callback)
     policy.copy_adapter(alignment.folder / checkpoint(generation, best), alignment.folder / ADAPTER)
     return {**counts, "epochs": history, "kept": best}

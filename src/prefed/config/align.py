@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -24,6 +25,8 @@ def _needs_only_pairs(loss: PairLoss) -> bool:
 POLICY_OBJECTIVES = tuple(name for name, loss in OBJECTIVES.builtin.items() if _needs_only_pairs(loss))
 
 
+STEPS = 24
+"""Least number of training steps, unless epochs are set."""
 LABELLERS = ("majority", "mean", "minimum", "adaptive")
 """How all selectors label together; see :func:`prefed.align.labels.leads`."""
 
@@ -94,7 +97,7 @@ class AlignConfig(StrictModel):
 
     >>> config = AlignConfig(prompts="prompts.jsonl")
     >>> config.prompts.path, config.completions, config.goal().name
-    ('prompts.jsonl', 4, 'dpo')
+    ('prompts.jsonl', 4, 'rpo')
     """
 
     prompts: Source = Field(
@@ -117,7 +120,12 @@ class AlignConfig(StrictModel):
     sft_epochs: int = Field(1, ge=1, description="epochs of that fine-tuning")
     model: ModelConfig | None = Field(None, description="the model to align; default: that of [model]")
     completions: int = Field(4, ge=2, description="completions per prompt; every two form a pair")
-    max_new_tokens: int = Field(80, ge=1, description="maximum number of tokens in a completion")
+    max_new_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="maximum number of tokens in a completion; default: as many as let nine in ten end, "
+        "measured on some prompts first, but at most 512 and what data.max_length leaves",
+    )
     temperature: float = Field(0.7, gt=0, description="sampling temperature")
     top_p: float = Field(
         1.0, gt=0, le=1, description="sample from the most probable tokens with this total probability"
@@ -134,10 +142,10 @@ class AlignConfig(StrictModel):
         "judge:reward:FOLDER",
     )
     pairs: Literal["best", "all"] = Field(
-        "all",
-        description="labelled pairs to train on: all, or best, for each prompt the one with the largest "
-        "margin, usually its best completion against its worst, without prompts whose margin is in the "
-        "lowest quarter of all pairs",
+        "best",
+        description="labelled pairs to train on: best, for each prompt the one with the largest margin, "
+        "usually its best completion against its worst, without near-ties, whose margin is in the lowest "
+        "quarter of all pairs; or all",
     )
     judge: JudgeConfig | None = Field(None, description="settings of the judge in labels")
     taste: str | None = Field(
@@ -162,7 +170,7 @@ class AlignConfig(StrictModel):
         description="training steps between two generations of completions; default: epochs passes over "
         "the labels of a generation",
     )
-    objective: str = Field("dpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
+    objective: str = Field("rpo", description=f"loss on labelled pairs: {', '.join(POLICY_OBJECTIVES)}")
     beta: float | None = Field(
         0.1,
         gt=0,
@@ -171,19 +179,26 @@ class AlignConfig(StrictModel):
     objective_settings: dict[str, float] = Field(
         default_factory=dict, description="further settings of the objective"
     )
-    optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field("rmsprop", description="the optimiser")
-    lr: float = Field(1e-6, gt=0, description="learning rate")
+    optimizer: Literal["adamw", "adam", "sgd", "rmsprop"] = Field("adamw", description="the optimiser")
+    lr: float | None = Field(
+        None, gt=0, description="learning rate; default: 0.6 / the model's hidden size, to one digit"
+    )
     clip: float = Field(
         1.0, ge=0, description="bound on the gradient's Euclidean norm before each step; 0 for none"
     )
-    batch_size: int = Field(32, ge=1, description="labelled pairs in a step")
-    epochs: int = Field(3, ge=1, description="passes over the labelled pairs; a checkpoint after each")
+    batch_size: int = Field(8, ge=1, description="labelled pairs in a step")
+    epochs: int | None = Field(
+        None,
+        ge=1,
+        description="passes over the labelled pairs; a checkpoint after each; default: as many as make "
+        f"{STEPS} steps",
+    )
     held_out: float = Field(
-        0.1,
+        0.2,
         ge=0,
         lt=1,
-        description="share of the prompts held out of training; the checkpoint that agrees most with "
-        "the selectors on their pairs is kept; 0: the last checkpoint",
+        description="share of the prompts held out of training; the checkpoint is kept whose answers to them "
+        "the labeller prefers most often to the initial policy's; 0: the last checkpoint",
     )
 
     @field_validator("prompts", mode="before")
@@ -243,6 +258,16 @@ class AlignConfig(StrictModel):
                     f"[align] {key} = {value!r}: {method} has no latent taste; use fedvpl or fedvpa, or "
                     "remove the key"
                 )
+
+    def epochs_for(self, pairs: int) -> int:
+        """The number of epochs for a number of labelled pairs.
+
+        >>> AlignConfig(prompts="prompts.jsonl").epochs_for(STEPS * 4)
+        2
+        """
+        if self.regenerate is not None:
+            return 1
+        return self.epochs or math.ceil(STEPS / math.ceil(pairs / self.batch_size))
 
     def goal(self) -> Objective:
         """The objective with all its settings.

@@ -23,6 +23,7 @@ from prefed.data.sources.folders import data_files
 from prefed.engines.simulated_fleet import FleetConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS, MethodKind
+from prefed.models.config import first_rate
 
 WIDTH = 100
 MODEL = "distilbert/distilgpt2"
@@ -141,7 +142,7 @@ def _json_of(model: str, name: str) -> dict[str, Any]:
 
 
 def learning_rates(kind: MethodKind, width: int) -> dict[str, float]:
-    """First learning rates to try for a method's Adam steps on LoRA: 0.6 / width, to one digit.
+    """First learning rates to try for a method's Adam steps on LoRA; see :func:`first_rate`.
 
     Methods that take plain gradient steps or train a selector get none: their rates do not follow the width.
 
@@ -152,7 +153,7 @@ def learning_rates(kind: MethodKind, width: int) -> dict[str, float]:
     fields = kind.Settings.model_fields
     if kind.reads == "choice" or fields["optimizer"].default == "sgd":
         return {}
-    rate = float(f"{0.6 / width:.0e}")
+    rate = first_rate(width)
     return {name: rate for name in ("lr", "personal_lr") if name in fields and fields[name].default}
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors, check_inputs
@@ -27,7 +28,7 @@ from prefed.config.align import JudgeConfig, align_settings
 from prefed.core import Callback, Callbacks, files
 from prefed.core.proxies import through
 from prefed.core.text import did_you_mean, listed, pluralize
-from prefed.data import DataConfig
+from prefed.data import DataConfig, Record
 from prefed.engines import Job
 from prefed.models import ModelConfig
 from prefed.models.pretrained import with_dtype, with_kernels
@@ -41,6 +42,8 @@ from prefed.store import RunReader
 from prefed.store.directory import lock
 
 FOLDER = "align"
+UNSEEN = 256
+"""Largest number of pairs to measure the accuracy of selectors on."""
 
 
 def align(
@@ -267,6 +270,7 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
         },
         judge=None if judge is None else JudgeLabels(judge),
         tastes=source.tastes,
+        unseen_pairs=source.unseen_pairs,
         callback=source.callback,
     )
 
@@ -305,6 +309,22 @@ class _Source:
     def client_prompts(self) -> ClientPrompts:
         tokens = self.run.trainers.dataset.tokens
         return ClientPrompts(tokens.prompts, tokens.record(0).prompt if len(tokens) else None)
+
+    def unseen_pairs(self) -> list[Record]:
+        """Read the first pairs to evaluate on whose prompts are in no client's training pairs.
+
+        With a client's ``taste``, only this client's pairs are read.
+        """
+        job, dataset = self.run.job, self.run.trainers.dataset
+        if not dataset.has_pairs:
+            return []
+        tokens, clients = dataset.tokens, dataset.clients
+        trained = tokens.prompts[np.concatenate([data.train for data in clients.values()])]
+        taste = self.config.taste or ""
+        named = [taste] if taste in clients else job.evaluation_clients
+        rows = np.concatenate([getattr(clients[client], job.split) for client in named])
+        rows = rows[~np.isin(tokens.prompts[rows], trained)]
+        return [tokens.record(row) for row in rows[:: -(-len(rows) // UNSEEN) or 1]]
 
     def selectors(self) -> Selectors:
         unnamed = self.config.taste is None and self.config.tastes is None

@@ -14,7 +14,7 @@ NOT_LOGGED = ("rounds", "seed", "left_out", "personal")
 """Entries of ``summary.json`` that are no metrics, or metrics of private states."""
 COUNTS = ("bytes", "parameters")
 """Tables of numbers of ``summary.json`` that are logged."""
-EPOCH = ("loss", "agreement", "margin")
+EPOCH = ("loss", "win_rate", "agreement", "margin")
 """Metrics of an epoch of an alignment that are logged."""
 STAGES = {
     "prompts": ("read", "kept", "duplicates"),

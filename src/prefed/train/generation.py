@@ -28,6 +28,7 @@ from prefed.data import Message, Pair, Prompt, Template
 from prefed.data.encoding import continuation_text
 from prefed.models import Backbone
 from prefed.models.tastes import tasting
+from prefed.train.metrics.text import WrittenAnswer, without_numbers
 from prefed.train.packed import NAME as PACKED
 from prefed.train.padded import PaddedForward
 
@@ -36,6 +37,8 @@ _CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (
 _USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
 
+ANSWERED = 16
+"""Answers that :func:`write_answers` generates together."""
 SCORED = 4
 """Completions that :func:`surprises` scores together."""
 
@@ -310,6 +313,35 @@ def surprises(
             logprobs = forward(batch, rejected=False)[:, 0].tolist()
             found += [-value / len(pair.chosen) for value, pair in zip(logprobs, batch, strict=True)]
     return found
+
+
+def write_answers(
+    backbone: Backbone,
+    tensors: Tensors,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    how: Sampling,
+    tastes: torch.Tensor | None = None,
+) -> list[WrittenAnswer]:
+    """Write an answer to each prompt without dropout, and score it with the base model.
+
+    Args:
+        tensors: full layout; ``backbone.reference`` for the base model.
+        prompts: text of the last turn, and the token ids of the prompt.
+        how: without sampling (temperature 0).
+        tastes: ``[len(prompts), d_z]``, for a policy with a taste map; ``None`` for none.
+    """
+    backbone.dropout()
+    answers = dict[int, WrittenAnswer]()
+    for batch in length_batches([ids for _, ids in prompts], ANSWERED):
+        ids, z = [prompts[k][1] for k in batch], None if tastes is None else tastes[batch]
+        completions = complete_batch(backbone, tensors, ids, how, [Key(0)] * len(ids), z)
+        scores = surprises(backbone, ids, completions)
+        for k, (tokens, end), score in zip(batch, completions, scores, strict=True):
+            turn, prompt = prompts[k]
+            text = continuation_text(backbone.tokenizer, prompt, tokens)
+            worded = without_numbers(backbone.tokenizer, tokens)
+            answers[k] = WrittenAnswer(turn, text, tokens, end is not None, score, worded)
+    return [answers[k] for k in range(len(prompts))]
 
 
 @contextmanager

@@ -396,6 +396,7 @@ def align(
         from prefed.runs.align import FOLDER, read_settings
         from prefed.runs.align import align as align_run
         from prefed.runs.labels import check_selectors
+        from prefed.train.metrics import health_line
 
         check_selectors(record)
         folder = record.path / FOLDER
@@ -412,12 +413,13 @@ def align(
         training = align_run(run, config, stage=stage, callbacks=terminal(console))["train"]
         kept = training["epochs"][training["kept"] - 1]
         generation = f", generation {kept['generation']}" if "generation" in kept else ""
-        agreement = ""
-        if kept["agreement"] is not None:
-            pairs = pluralize(training["held_out"], "held-out pair", "held-out pairs")
-            agreement = f", agreement {kept['agreement']:.3f} on {pairs}"
+        measured = ""
+        if kept.get("win_rate") is not None:
+            answered = pluralize(training["answered"], "held-out prompt", "held-out prompts")
+            health = health_line(kept["text"]["shared"], kept["text"]["base"])
+            measured = f", win rate {kept['win_rate']:.3f} over its start on {answered}; {health}"
         for line in (
-            f"kept: epoch {kept['epoch']} of {len(training['epochs'])}{generation}{agreement}",
+            f"kept: epoch {kept['epoch']} of {len(training['epochs'])}{generation}{measured}",
             f"adapter: {folder / 'adapter'}",
             f"summary: {folder / 'summary.json'}",
             *next_commands(run, selectors=True, aligned=True),

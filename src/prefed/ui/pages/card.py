@@ -200,7 +200,10 @@ def _aligned_content(run: RunRecord, export: Export, sets: list[str]) -> dict[st
     prompts = pluralize(outcome.summary["prompts"]["kept"], "prompt", "prompts")
     pairs = pluralize(train["held_out"], "pair", "pairs")
     figures, results = [], []
-    if (share := train["epochs"][train["kept"] - 1]["agreement"]) is not None:
+    kept = train["epochs"][train["kept"] - 1]
+    # An older prefed measured no win rate.
+    by = "this agreement" if kept.get("win_rate") is None else "the win rate of its answers to them"
+    if (share := kept["agreement"]) is not None:
         low, high = mean_interval({AGREEMENT: share}, {AGREEMENT: train["held_out"]})
         figures = [(AGREEMENT, f"{share:.1%}", f"{low:.1%} to {high:.1%}", MEANING)]
         results = [_result("private", "held-out pairs of completions", AGREEMENT, share)]
@@ -221,7 +224,7 @@ def _aligned_content(run: RunRecord, export: Export, sets: list[str]) -> dict[st
         "figures": figures,
         "over": "held-out labels",
         "note": f"Measured on {pairs} of completions of held-out prompts, after epoch {train['kept']} of "
-        f"{len(train['epochs'])}, which was selected by this agreement. No client's pairs are included. "
+        f"{len(train['epochs'])}, which was selected by {by}. No client's pairs are included. "
         "The Wilson interval assumes independent pairs.",
         "answers": [],
         "results": results,
