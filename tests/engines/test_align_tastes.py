@@ -133,7 +133,7 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
     tastes, a judge with one, and an unknown client are refused. Opposed tastes are warned of."""
     align_run(finished, config(place, taste="population"))
     settings = json.loads((finished / "align/stages/labels.json").read_text())["settings"]
-    assert settings == {"labels": "majority"}
+    assert settings == {"labels": "majority", "pairs": "best"}
     with pytest.raises(AlignError, match=r"taste: None → 'prototype:1'"):
         align_run(finished, config(place, taste="prototype:1"))
     labels = [(finished / "align/scores.jsonl").read_bytes()]
@@ -372,13 +372,10 @@ def test_the_summary_knows_generations(tasting, place):
     tell(tasting, collapsed=True)
     code, output = command("align", tasting, "--resume")
     assert (code, "of 2" in output, "have collapsed" in output) == (0, True, True), output
-    (kept, pairs) = (summary["train"][name] for name in ("kept", "held_out"))
-    figures = summary["train"]["epochs"][kept - 1]
-    assert pairs == 1
-    assert (
-        f"generation {figures['generation']}, agreement {figures['agreement']:.3f} on 1 held-out pair\n"
-        in output
-    )
+    figures = summary["train"]["epochs"][summary["train"]["kept"] - 1]
+    assert (summary["train"]["held_out"], summary["train"]["answered"]) == (1, 1)
+    words = f"win rate {figures['win_rate']:.3f} over its start on 1 held-out prompt; "
+    assert f"generation {figures['generation']}, {words}" in output
 
 
 def test_a_judge_compares_a_taste_with_another(finished, tasting, place):

@@ -82,7 +82,7 @@ def kept_epoch(history: list[dict[str, Any]], callback: Callback) -> int:
     if worse:
         callback.on_warning(
             f"the kept adapter is worse than the initial policy: {', and '.join(worse)}; lower align.lr, or "
-            'use align.objective = "rpo"'
+            'use align.objective = "rpo" with a larger align.objective_settings.alpha'
         )
     return kept
 
