@@ -664,6 +664,6 @@ def test_the_kept_epoch_has_whole_text():
 )
 def test_an_adapter_that_is_worse_than_its_start_is_called_so(figures, words):
     heard = Warned()
-    assert kept_epoch([{"epoch": 2, **figures}], heard) == 2
+    assert kept_epoch([{"epoch": 2, "agreement": 0.5, **figures}], heard) == 2
     assert len(heard.texts) == bool(words)
     assert all(word in text for text in heard.texts for word in ("worse than the initial policy", *words))

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import prefed.runs.answers
 import prefed.runs.dry_run
 import prefed.runs.run
+import prefed.train.generation
 import toy
 from finished import small_experiment, small_place
 from prefed import Experiment, run
@@ -156,14 +157,15 @@ def test_answers_take_as_long_as_in_the_run(place, tmp_path, monkeypatch, method
     held-out ones after rounds 2, 4 and 5."""
     clock, written = Clock(), []
 
-    def slow(backbone, tensors, prompts, how, keys):
+    def slow(backbone, tensors, prompts, how, keys, tastes):
         clock.now += 5 + 2 * how.max_tokens
         written.extend(prompts)
         return [Completion([7] * how.max_tokens, None) for _ in prompts]
 
     monkeypatch.setattr(prefed.runs.dry_run.time, "perf_counter", clock)
-    monkeypatch.setattr(prefed.runs.answers, "complete_batch", slow)
-    monkeypatch.setattr(prefed.runs.answers, "surprises", lambda backbone, prompts, given: [1.0] * len(given))
+    monkeypatch.setattr(prefed.train.generation, "complete_batch", slow)
+    for module in (prefed.runs.answers, prefed.train.generation):
+        monkeypatch.setattr(module, "surprises", lambda backbone, prompts, given: [1.0] * len(given))
     settings = {"name": method, "lr": 0.01, "local_steps": 1, "batch_size": 4}
     changes = {
         "rounds": 5,

@@ -29,7 +29,7 @@ from prefed.data import Prompt
 from prefed.data.encoding import continuation_text
 from prefed.data.record import plain_prompt
 from prefed.data.tokens import prompt_hash
-from prefed.train.generation import Sampling, complete_batch, length_batches
+from prefed.train.generation import Sampling, complete_batch, length_batches, padded_batches
 
 FILE, LIMIT = "completions.jsonl", "limit.json"
 LONGEST, MEASURED, ENDING = 512, 16, 0.9
@@ -182,7 +182,7 @@ def limit(alignment: Alignment) -> int:
     most = max(1, min(LONGEST, _longest(alignment) - 1 - max(map(len, ids))))
     if config.endpoint is None:
         how, key, lengths = _sampling(config, most), alignment.key.at("limit"), list[int]()
-        for batch in length_batches(ids, config.generate):
+        for batch in padded_batches(policy, ids, how, config.generate):
             keys = [key.at("prompt", place) for place in batch]
             tensors = policy.initial if config.tastes else policy.reference
             for response in complete_batch(policy, tensors, [ids[place] for place in batch], how, keys):

@@ -16,12 +16,11 @@ from typing import Literal, TypeAlias, cast
 import numpy as np
 
 from prefed.config import ConfigError, Experiment, ReportConfig
-from prefed.core import Download, Key, State, Tensors, files
+from prefed.core import Download, State, Tensors, files
 from prefed.core.records import TextRecord
 from prefed.core.text import timed
 from prefed.core.wire import decode_state
 from prefed.data import Template
-from prefed.data.encoding import continuation_text
 from prefed.data.record import plain_prompt
 from prefed.engines import ClientStates, Job
 from prefed.models import Backbone
@@ -29,21 +28,20 @@ from prefed.runs.build import answered_prompts
 from prefed.runs.finished_run import ANSWERS, SITE_TEXT, Answer, no_client, prompt_text, read_answers
 from prefed.runs.summary import mean_models
 from prefed.train.generation import (
+    ANSWERED,
     Completion,
     Sampling,
     as_prompt,
-    complete_batch,
     padded_batches,
     prompt_form,
     room_for,
     surprises,
+    write_answers,
 )
-from prefed.train.metrics import WrittenAnswer, health_sentence, text_health, without_numbers
+from prefed.train.metrics import WrittenAnswer, health_sentence, text_health
 from prefed.train.metrics.text import BAND
 from prefed.train.pair_trainer import PairTrainerFactory
 
-BATCH = 16
-"""Answers that are generated together."""
 SHOWN = 2
 """Clients whose models answer where ``[report]`` names none."""
 TOKENS = (64, 256)
@@ -146,7 +144,7 @@ class _Answers:
 
     def batches(self, asked: Sequence[_Asked]) -> list[list[_Asked]]:
         """Group prompts into those that are answered together."""
-        batches = padded_batches(self._trainers.backbone, [each.ids for each in asked], self._how, BATCH)
+        batches = padded_batches(self._trainers.backbone, [each.ids for each in asked], self._how, ANSWERED)
         return [[asked[number] for number in batch] for batch in batches]
 
     def write(
@@ -158,17 +156,9 @@ class _Answers:
             limit: maximum number of tokens (default: the run's).
         """
         how = self._how.model_copy(update={"max_tokens": limit or self.limit})
-        backbone, answers = self._trainers.backbone, dict[_Asked, WrittenAnswer]()
-        backbone.dropout()
-        for prompts in self.batches(asked):
-            ids = [each.ids for each in prompts]
-            completions = complete_batch(backbone, tensors, ids, how, [Key(0)] * len(ids))
-            scores = surprises(backbone, ids, completions)
-            for each, (tokens, end), score in zip(prompts, completions, scores, strict=True):
-                text = continuation_text(backbone.tokenizer, each.ids, tokens)
-                worded = without_numbers(backbone.tokenizer, tokens)
-                answers[each] = WrittenAnswer(each.turn, text, tokens, end is not None, score, worded)
-        return answers
+        prompts = [(each.turn, each.ids) for each in asked]
+        answers = write_answers(self._trainers.backbone, tensors, prompts, how)
+        return dict(zip(asked, answers, strict=True))
 
 
 class RoundAnswers(_Answers):

@@ -332,7 +332,7 @@ def write_answers(
     """
     backbone.dropout()
     answers = dict[int, WrittenAnswer]()
-    for batch in length_batches([ids for _, ids in prompts], ANSWERED):
+    for batch in padded_batches(backbone, [ids for _, ids in prompts], how, ANSWERED):
         ids, z = [prompts[k][1] for k in batch], None if tastes is None else tastes[batch]
         completions = complete_batch(backbone, tensors, ids, how, [Key(0)] * len(ids), z)
         scores = surprises(backbone, ids, completions)
