@@ -28,7 +28,6 @@ from prefed.runs.build import answered_prompts
 from prefed.runs.finished_run import ANSWERS, SITE_TEXT, Answer, no_client, prompt_text, read_answers
 from prefed.runs.summary import mean_models
 from prefed.train.generation import (
-    ANSWERED,
     Completion,
     Sampling,
     as_prompt,
@@ -42,6 +41,8 @@ from prefed.train.metrics import WrittenAnswer, health_sentence, text_health
 from prefed.train.metrics.text import BAND
 from prefed.train.pair_trainer import PairTrainerFactory
 
+BATCH = 16
+"""Answers that are generated together."""
 SHOWN = 2
 """Clients whose models answer where ``[report]`` names none."""
 TOKENS = (64, 256)
@@ -144,7 +145,7 @@ class _Answers:
 
     def batches(self, asked: Sequence[_Asked]) -> list[list[_Asked]]:
         """Group prompts into those that are answered together."""
-        batches = padded_batches(self._trainers.backbone, [each.ids for each in asked], self._how, ANSWERED)
+        batches = padded_batches(self._trainers.backbone, [each.ids for each in asked], self._how, BATCH)
         return [[asked[number] for number in batch] for batch in batches]
 
     def write(
@@ -156,9 +157,12 @@ class _Answers:
             limit: maximum number of tokens (default: the run's).
         """
         how = self._how.model_copy(update={"max_tokens": limit or self.limit})
-        prompts = [(each.turn, each.ids) for each in asked]
-        answers = write_answers(self._trainers.backbone, tensors, prompts, how)
-        return dict(zip(asked, answers, strict=True))
+        answers = dict[_Asked, WrittenAnswer]()
+        for batch in self.batches(asked):
+            prompts = [(each.turn, each.ids) for each in batch]
+            written = write_answers(self._trainers.backbone, tensors, prompts, how)
+            answers |= zip(batch, written, strict=True)
+        return answers
 
 
 class RoundAnswers(_Answers):

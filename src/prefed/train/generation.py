@@ -37,8 +37,6 @@ _CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (
 _USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
 
-ANSWERED = 16
-"""Answers that :func:`write_answers` generates together."""
 SCORED = 4
 """Completions that :func:`surprises` scores together."""
 
@@ -326,22 +324,18 @@ def write_answers(
 
     Args:
         tensors: full layout; ``backbone.reference`` for the base model.
-        prompts: text of the last turn, and the token ids of the prompt.
+        prompts: text of the last turn, and the token ids; they form a batch (:func:`padded_batches`).
         how: without sampling (temperature 0).
         tastes: ``[len(prompts), d_z]``, for a policy with a taste map; ``None`` for none.
     """
     backbone.dropout()
-    answers = dict[int, WrittenAnswer]()
-    for batch in padded_batches(backbone, [ids for _, ids in prompts], how, ANSWERED):
-        ids, z = [prompts[k][1] for k in batch], None if tastes is None else tastes[batch]
-        completions = complete_batch(backbone, tensors, ids, how, [Key(0)] * len(ids), z)
-        scores = surprises(backbone, ids, completions)
-        for k, (tokens, end), score in zip(batch, completions, scores, strict=True):
-            turn, prompt = prompts[k]
-            text = continuation_text(backbone.tokenizer, prompt, tokens)
-            worded = without_numbers(backbone.tokenizer, tokens)
-            answers[k] = WrittenAnswer(turn, text, tokens, end is not None, score, worded)
-    return [answers[k] for k in range(len(prompts))]
+    tokenizer, ids, answers = backbone.tokenizer, [prompt for _, prompt in prompts], list[WrittenAnswer]()
+    completions = complete_batch(backbone, tensors, ids, how, [Key(0)] * len(ids), tastes)
+    scores = surprises(backbone, ids, completions)
+    for (turn, prompt), (tokens, end), score in zip(prompts, completions, scores, strict=True):
+        text, worded = continuation_text(tokenizer, prompt, tokens), without_numbers(tokenizer, tokens)
+        answers.append(WrittenAnswer(turn, text, tokens, end is not None, score, worded))
+    return answers
 
 
 @contextmanager
