@@ -542,7 +542,7 @@ def newer(content, path):
     return content
 
 
-@pytest.mark.parametrize("method", ["feddpo", "fedpdpo"])
+@pytest.mark.parametrize("method", ["fedpdpo"])
 def test_values_of_a_newer_version_are_shown_or_refused(place, tmp_path, method):
     """A run whose summary or round has a text or a key that this version does not know, such as a reason why
     rows were left out: its page and its table say it, or a message refuses the file."""

@@ -24,6 +24,7 @@ def write_pairs(folder, count):
     (folder / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.rare
 def test_twenty_choices_train_a_client(tmp_path):
     """The person prefers the longer response. What they chose is what the client trains on: 18 pairs, with 2
     for its test, as a tenth is by default."""

@@ -80,6 +80,7 @@ def follow(name: str, folder: Path) -> dict[str, Any]:
     return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/*/summary.json")}
 
 
+@pytest.mark.rare
 def test_trl_s_job_and_its_federation(folder: Path) -> None:
     """One client holds 360 of 400 pairs, and nothing is sent between owners; of four clients each holds 90,
     and sends in each of two rounds what it receives. PEFT loads the adapter as the page says."""
@@ -108,6 +109,7 @@ def test_flower_s_job(folder: Path) -> None:
     assert (folder / "runs/flower/adapters/shared/adapter_config.json").exists()
 
 
+@pytest.mark.rare
 def test_openfedllm_s_job(folder: Path) -> None:
     """Five clients, two of them a round."""
     runs = follow("openfedllm", folder)

@@ -64,6 +64,7 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
     assert own.read_text() == mine
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("chat", [CHATML, None])
 def test_a_given_model_answers_the_same_prompts_before_and_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: str | None

@@ -4,15 +4,13 @@ import json
 import os
 import subprocess
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 import toy
-from prefed.engines import BACKENDS, InProcess, Job, JobFactory, RoundError, WorkerProcesses
+from prefed.engines import InProcess, Job, JobFactory, RoundError, WorkerProcesses
 from prefed.engines.backend import BackendSettings
 from prefed.engines.validation import read_figures
-from prefed.runs import run as runs
 from prefed.store import RunReader
 from toy import Warned
 from waiting import until
@@ -211,18 +209,3 @@ def test_an_interrupt_while_workers_are_ended_leaves_none(monkeypatch):
     assert len(pids) == 1
     assert {process.returncode for process in processes} == {-9}
     assert os.getpid() not in pids
-
-
-def test_a_registered_backend_is_chosen_by_its_name(tmp_path, monkeypatch):
-    """``[engine] name`` of another backend needs no other change than its line in ``BACKENDS``."""
-    made = []
-    names = {name: lambda *arguments, name=name: made.append(name) for name in (*BACKENDS, "cluster")}
-    monkeypatch.setattr(runs, "BACKENDS", names)
-    monkeypatch.setattr(runs, "job_factory", lambda experiment, cache: None)
-    writer = SimpleNamespace(path=tmp_path, states=None)
-    for name, workers in (("local", 0), ("local", 2), ("cluster", 2)):
-        engine = SimpleNamespace(
-            name=name, workers=workers, threads=1, visit_timeout=0, ray=None, devices=None, stack=1
-        )
-        runs._backend(SimpleNamespace(engine=engine, model=SimpleNamespace(gpus=1)), None, writer)
-    assert made == ["in_process", "processes", "cluster"]

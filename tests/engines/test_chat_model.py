@@ -61,6 +61,7 @@ def feddpo(place, tmp_path_factory):
     return finish(place, tmp_path_factory.mktemp("runs") / "feddpo", "feddpo")
 
 
+@pytest.mark.rare
 def test_a_run_of_a_chat_model_ends_with_the_health_of_its_text(feddpo):
     """On the one test prompt of each client, after the last of two rounds."""
     text = feddpo.record.summary["text"]

@@ -61,6 +61,7 @@ def resting(path, graph, targets, rate, rounds):
     return *errors, consensus_factors(job.topology.matrix(1))
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_clients_that_differ(tmp_path, graph):
     """Each number of the model is a placement of its own: number p of client k has its least loss at
@@ -73,6 +74,7 @@ def test_clients_that_differ(tmp_path, graph):
     assert after / factor == pytest.approx(known.heterogeneity_after, rel=5e-3, abs=1e-9)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_gradients_that_are_noisy(tmp_path, graph):
     """All clients have their least loss at 0, and a batch of one pair of ±1 has a gradient of variance 1 in

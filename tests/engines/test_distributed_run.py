@@ -135,6 +135,7 @@ def test_a_buffered_server(place, tmp_path):
     assert near(loaded.server.tensors["model"].flat, models[-1])
 
 
+@pytest.mark.rare
 def test_constants_of_a_run(place, tmp_path):
     """κ² and ζ_g² are the largest of the log. L is compared with the largest eigenvalue of the Hessian, from
     scipy's Lanczos and double backward passes: power iteration comes from below."""

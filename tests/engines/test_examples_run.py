@@ -66,6 +66,7 @@ def test_a_dry_run_judges_with_examples_as_the_run_does(place, tmp_path, monkeyp
     assert set(counts) == {2}
 
 
+@pytest.mark.rare
 def test_workers_and_evaluation_from_disk_give_the_same_metrics(place, finished):
     whole = summary(finished)
     newcomers = {"unseen": ["w1"], "unseen_steps": [0, 5], "unseen_pairs": [1, 2]}

@@ -180,7 +180,14 @@ def test_local_only_shares_no_model(place, tmp_path):
     assert any(state is not None for state in states)
 
 
-@pytest.mark.parametrize("method", ["feddpo", "centralized", "fedrep", "fedsdg", "perfedavg"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fedrep",
+        "perfedavg",
+        *(pytest.param(name, marks=pytest.mark.rare) for name in ("feddpo", "centralized", "fedsdg")),
+    ],
+)
 def test_newcomers_never_train_and_are_judged_apart(place, tmp_path, method):
     """w1 is in no cohort and weighs nothing; with k = 0 it has what was published and nothing else, not even
     the steps or the random parts with which a client of the method would predict: its accuracy is the

@@ -93,6 +93,7 @@ def most(place, folder, method, monkeypatch, clients):
     return max(counts)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("method", ["fedper", "fedrep", "fedpdpo"])
 def test_a_personal_head_is_in_memory_five_times(place, tmp_path, monkeypatch, method):
     """The head, its gradient, two moments, and one that is read or written, for any number of clients. FedDPO

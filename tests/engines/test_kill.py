@@ -29,6 +29,7 @@ def forked(path, resume):
     return child
 
 
+@pytest.mark.rare
 def test_killed_at_random_moments(tmp_path):
     """SIGKILL at 25 moments spread over the rounds of the run, each then killed once more while resuming."""
     toy.run(tmp_path / "imports", **OPTIONS)  # so that no child spends its time on them

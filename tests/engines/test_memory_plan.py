@@ -202,6 +202,7 @@ def own_plan(*settings):
     return found, found["variants"][0]
 
 
+@pytest.mark.rare
 @pytest.mark.usefixtures("weightless")
 def test_a_pass_has_the_pairs_of_a_step():
     """Accumulated batches share a pass, PPO's minibatches and a selector's batches count responses and

@@ -155,6 +155,7 @@ POINTS = [
 """Which peer is killed, and where: in the order of a round; at the second call, or the one given."""
 
 
+@pytest.mark.rare
 def test_a_peer_may_die_at_any_point_of_a_round(place, tmp_path):
     """After each death the others end and name the dead one. No round is committed without a neighbour's
     model: the ends of the path mix two, the middle three. The last sitting ends as a run left alone does, bit

@@ -48,7 +48,7 @@ def in_process(out, made):
     [
         ("decdpo", {"name": "complete"}, True),
         ("fedpdpo", {"name": "path", "order": "mix_train"}, False),
-        ("fedper", {"name": "complete", "changes": "matching"}, False),
+        pytest.param("fedper", {"name": "complete", "changes": "matching"}, False, marks=pytest.mark.rare),
     ],
 )
 def test_peers_have_the_numbers_of_one_process(place, tmp_path, method, graph, exact):

@@ -1,4 +1,4 @@
-"""Whole runs on offline PPO: every baseline that takes it, what stays at home, resuming."""
+"""Whole runs on offline PPO: what a client keeps, resuming, evaluation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from prefed.core import Key
 from prefed.models.tiny import make_tiny
 from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
-
-METHODS = ("feddpo", "perfedavg", "fedamp", "fedper", "fedrep")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +59,8 @@ def experiment(place: Path, method: str = "feddpo", **changes: Any) -> Experimen
     return Experiment.model_validate({**tree, **changes})
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_baseline_runs_on_it(place: Path, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["fedamp", "fedrep"])
+def test_a_baseline_runs_on_it(place: Path, tmp_path: Path, method: str) -> None:
     """The critic moved, is each client's own and nothing of the server's; scores are kept with the run."""
     result = run(experiment(place, method), tmp_path / "run")
     assert all(np.isfinite(record["loss"]) for record in result.rounds)

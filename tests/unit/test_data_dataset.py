@@ -398,6 +398,7 @@ def test_ids_may_be_any_text(build):
     assert list(dataset.clients) == sorted(names)
 
 
+@pytest.mark.rare
 def test_memory_hardly_grows_with_rows(tmp_path):
     """Peak traced memory of 2,000 more rows in 500 more clients: below 200 bytes a row.
 

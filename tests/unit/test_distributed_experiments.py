@@ -13,6 +13,8 @@ from prefed.models.tiny import make_tiny
 from prefed.ui.cli import app
 from preferences import jsonl
 
+pytestmark = pytest.mark.rare
+
 CELLS = {
     f"{path.stem}/{name}": cell
     for path in sorted((EXPERIMENTS / "distributed_dpo").glob("*.toml"))
@@ -40,26 +42,6 @@ def test_the_cells_of_every_table():
         cell.experiment()
         assert load_table(cell.path).seeds == [42, 43, 44]
     assert {CELLS[name].rates for name in CELLS if name.startswith("swept/")} == {(3e-4, 1e-3, 3e-3)}
-
-
-@pytest.mark.parametrize("column", ["shp", "hh"])
-def test_table_1(column):
-    """N 5 of 120 pairs, batch 4, β 0.2, AdamW at 1e-4, clip 1, 80 rounds, E 3 and 5, S 3; every weight of
-    DistilGPT2; E.1's last 300 characters of each branch, of which 64 tokens are read."""
-    for name in CELLS:
-        if not name.startswith(f"figures/{column}/"):
-            continue
-        experiment, method = settings(name)
-        assert (experiment.data.partition.clients, experiment.data.limit) == (5, 120)
-        assert (experiment.rounds, experiment.data.max_length) == (80, 64)
-        lossy = experiment.data.score, experiment.data.tail_characters, experiment.data.min_characters
-        assert lossy == ("whole", 300, 20)
-        assert (experiment.model.name, experiment.model.train) == ("distilbert/distilgpt2", "full")
-        assert (method.batches(), method.beta, method.lr) == ((4, 1), 0.2, 1e-4)
-        assert (method.optimizer, method.clip, method.schedule) == ("adamw", 1.0, "constant")
-    assert settings(f"figures/{column}/feddpo")[1].local_steps == 3
-    assert settings(f"figures/{column}/ring")[1].local_steps == 5
-    assert settings(f"figures/{column}/partial")[0].cohort.of(5) == 3
 
 
 def test_each_row_varies_one_thing():

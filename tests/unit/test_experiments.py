@@ -24,6 +24,8 @@ from prefed.runs.build import build_data
 from prefed.ui.cli import app
 from preferences import jsonl
 
+pytestmark = pytest.mark.rare
+
 CELLS = {
     f"{path.parent.name}/{path.stem}/{name}": cell
     for paper in ("fedpdpo", "fedsdg")

@@ -20,6 +20,8 @@ from prefed.models.tiny import make_tiny
 from prefed.ui.cli import app
 from preferences import jsonl
 
+pytestmark = pytest.mark.rare
+
 CELLS = {
     f"{path.parent.name}/{path.stem}/{name}": cell
     for folder in ("fedbiscuit", "selectors")
