@@ -64,6 +64,7 @@ def test_own_data(play: Any) -> None:
     assert names["friendliness"](names["PeftModel"].from_pretrained(base, names["adapter"])) > 2
 
 
+@pytest.mark.rare
 def test_personal_models(play: Any) -> None:
     """Ann and Dan want opposite styles: no shared model serves both, so the worst client gains most."""
     names = play("personal-models")
@@ -79,6 +80,7 @@ def test_personal_models(play: Any) -> None:
     assert ahead["dan"] < -2
 
 
+@pytest.mark.rare
 def test_selectors_to_policy(play: Any) -> None:
     """The policy prefers what ann's selector was trained to prefer, on a prompt that nobody has."""
     names = play("selectors-to-policy")
@@ -88,6 +90,7 @@ def test_selectors_to_policy(play: Any) -> None:
     assert names["calm"](policy) > before + 0.5
 
 
+@pytest.mark.rare
 def test_no_server(play: Any) -> None:
     """W of a ring of four has the eigenvalues 1, 1/3, 1/3 and -1/3: a mix shrinks deviations from the mean by
     a factor of 3, and their squares, which are recorded, by 9."""
@@ -97,6 +100,7 @@ def test_no_server(play: Any) -> None:
     assert result.summary["preference_accuracy"]["mean"] > result.summary["baseline_accuracy"]["mean"] + 0.1
 
 
+@pytest.mark.rare
 def test_three_sites(play: Any) -> None:
     """The two others outvote the east, so the shared model serves it worse than its personal one does. That
     one is exported at the site, where its private state is, and no process is left."""

@@ -35,7 +35,10 @@ command, signed = attacked.command, attacked.signed
 OTHER = "0c6f4d5e-b2e0-4d5e-9a57-3c4f0f6d1a11"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["unguarded", "guarded"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="unguarded", marks=pytest.mark.rare), pytest.param(True, id="guarded")],
+)
 def federation(request, tmp_path_factory):
     """Without prefed's checks each attack works: that it could be refused for another reason is out."""
     folder = tmp_path_factory.mktemp("guarded" if request.param else "unguarded")

@@ -44,6 +44,7 @@ def test_no_member_ends_the_session_of_the_others(tmp_path, monkeypatch):
             assert words in log, words
 
 
+@pytest.mark.rare
 def test_one_of_them_ends_each_session_of_flares_own(tmp_path):
     """The control: without prefed's checks and controller, north is reached only without the other site."""
     with members.Members(tmp_path, ["exits"], echo, guarded=False) as place:

@@ -92,6 +92,7 @@ def test_the_page_can_be_followed_to_its_end(folder: Path) -> None:
     assert (folder / "compare.png").exists()
 
 
+@pytest.mark.rare
 def test_the_demo_s_federation_runs_with_other_methods(folder: Path) -> None:
     """The page's comparison, on a smaller demo: fewer pairs, one round, a model that is hardly trained."""
     place = folder / "prefed-demo"

@@ -38,6 +38,7 @@ def gradients(forward, model, rewards: bool) -> tuple[torch.Tensor, Tensors]:
     return outputs.detach(), Tensors(model.layout, model.grad.clone())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: "+".join(sorted(needs - {"lora"})) or "lora")
 def test_packed_equals_padded(family: str, needs: set[str]) -> None:
@@ -104,6 +105,7 @@ class Padded64:
         return torch.stack(sums).view(-1, 2)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: "+".join(sorted(needs - {"lora"})) or "lora")
 def test_reference_is_the_untouched_model(family: str, needs: set[str]) -> None:
