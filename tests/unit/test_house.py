@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -215,3 +218,96 @@ def test_no_test_measures_time() -> None:
     assert found == []
     options = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]
     assert options["timeout"] > 2 * WATCHDOG
+
+
+BUDGET: dict[str, tuple[int, str]] = {
+    # Lines of code, and why it was raised last.
+    "src/prefed/": (250, ""),
+    "src/prefed/align/": (2_150, ""),
+    "src/prefed/config/": (1_700, ""),
+    "src/prefed/core/": (1_500, ""),
+    "src/prefed/data/": (5_000, ""),
+    "src/prefed/engines/": (2_600, ""),
+    "src/prefed/merge/": (1_650, ""),
+    "src/prefed/methods/": (2_350, ""),
+    "src/prefed/models/": (2_150, ""),
+    "src/prefed/networks/": (4_100, ""),
+    "src/prefed/privacy/": (550, ""),
+    "src/prefed/runs/": (5_500, ""),
+    "src/prefed/store/": (850, ""),
+    "src/prefed/testing/": (700, ""),
+    "src/prefed/trackers/": (600, ""),
+    "src/prefed/train/": (4_200, ""),
+    "src/prefed/ui/": (7_200, ""),
+    "tests/": (2_450, ""),
+    "tests/cli/": (4_850, ""),
+    "tests/engines/": (9_450, ""),
+    "tests/golden/": (4_900, ""),
+    "tests/laws/": (1_850, ""),
+    "tests/unit/": (21_700, ""),
+    # Words.
+    "docs, README.md": (80_200, ""),
+}
+"""Place → what it may hold, and why that was raised last, written in the commit that raises it."""
+
+
+def code_lines(text: str) -> int:
+    """Lines with code on them: not blank, not only a comment, not of a docstring."""
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in blank | {tokenize.ENDMARKER}:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        for statement in body if isinstance(body := getattr(node, "body", None), list) else ():
+            match statement:
+                case ast.Expr(ast.Constant(str())):
+                    lines -= {*range(statement.lineno, statement.end_lineno + 1)}
+    return len(lines)
+
+
+@cache
+def measured() -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for top in ("src/prefed", "tests"):
+        for path in (ROOT / top).rglob("*.py"):
+            room, *rest = path.relative_to(ROOT / top).parts
+            sizes[f"{top}/{room}/" if rest else f"{top}/"] += code_lines(path.read_text("utf-8"))
+    for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:
+        sizes["docs, README.md"] += len(path.read_text("utf-8").split())
+    return sizes
+
+
+def test_code_lines_are_counted() -> None:
+    """Of ``x`` two lines, then ``def``, ``return (``, ``x`` and ``)``."""
+    text = (
+        '"""Doc."""\n\n# why\nx = """a\nb"""  # here\n\n\n'
+        'def f():\n    """Doc\n    more."""\n    return (\n        x\n    )\n'
+    )
+    assert code_lines(text) == 6
+
+
+def test_nothing_grows_beyond_its_budget() -> None:
+    """The first thing to do is to make it smaller."""
+    sizes = measured()
+    assert set(sizes) == set(BUDGET)
+    over = [
+        f"{place} has {size:,}, {size - BUDGET[place][0]:,} more than its budget of {BUDGET[place][0]:,}"
+        for place, size in sorted(sizes.items())
+        if size > BUDGET[place][0]
+    ]
+    assert not over, (
+        "; ".join(over)
+        + ": simplify, or raise BUDGET in tests/unit/test_house.py with a reason next to the number"
+    )
+
+
+def test_a_budget_is_close() -> None:
+    """What was saved stays saved: no budget is more than a tenth, or 100, above what its place holds."""
+    sizes = measured()
+    loose = {
+        place: f"{sizes[place]:,} of {limit:,}"
+        for place, (limit, _) in BUDGET.items()
+        if limit > max(1.1 * sizes[place], sizes[place] + 100)
+    }
+    assert loose == {}, "lower these budgets"
