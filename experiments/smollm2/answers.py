@@ -3,10 +3,10 @@
     python experiments/smollm2/answers.py
     python experiments/smollm2/answers.py --out FOLDER
 
-For each taste, six clients want it (``like``), or three want it and three the opposite (``opposed``): long,
-casual, or unlisted answers. The pairs are on the topics of ``prefed.data.advice``, 40 to train and 12 to test
-per client, and no question of a test pair is one of a training pair. The 60 prompts are some of ``advice.py``
-and on no topic of a pair. Writes ``answers.prompts.jsonl``, and for each taste and each mix of clients
+For each taste, six clients want it (``like``), or three want it and three the opposite (``opposed``): longer,
+casual, or unlisted answers. The pairs are on the topics of ``prefed.data.advice``, 40 to train and 6 to test
+per client, and no question of a test pair is one of a training pair. Another 60 questions, on no topic of a
+pair, are written to ``answers.prompts.jsonl``. The files of each taste and mix of clients are
 ``answers.TASTE.CLIENTS.train.jsonl`` and ``.test.jsonl``.
 
 :func:`utility` scores an answer for a taste. It counts words, so it cannot be fooled by a label.
@@ -15,10 +15,8 @@ and on no topic of a pair. Writes ``answers.prompts.jsonl``, and for each taste 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,17 @@ HERE = Path(__file__).resolve().parent
 TASTES = ("brief", "formal", "lists")
 MIXES = {"like": (1, 1, 1, 1, 1, 1), "opposed": (1, 1, 1, -1, -1, -1)}
 """Name → the sign of each client's taste."""
-PAIRS = {"train": 40, "test": 12}
-HELD_OUT = 60
+PAIRS = {"train": 40, "test": 6}
+SKILLS = (
+    *("drawing", "singing", "dancing", "writing", "sewing", "baking", "painting", "skating", "fishing"),
+    *("rowing", "skiing", "acting", "coding", "boxing", "climbing"),
+)
+QUESTIONS = (
+    "How do I get better at {}?",
+    "Can you teach me {}?",
+    "How much should I practise {}?",
+    "What should I know before I start {}?",
+)
 ASKED = ("{}", "Quick question: {}", "A friend asks me: {}", "Please help me. {}")
 FORMAL = re.compile(
     r"\b(?:I would|would recommend|advisable|furthermore|in addition|certainly|moreover|therefore|sensible"
@@ -73,12 +80,11 @@ def answers(generator: np.random.Generator, topic: tuple[str, ...], taste: str) 
     if taste == "lists":
         return f"- {first}\n- {second}\n- {third}", f"{first} {second} {third}"
     if taste == "formal":
-        formal, casual = (advice.Style(casual=casual, brief=False) for casual in (False, True))
+        formal, casual = (advice.Style(casual=casual, brief=True) for casual in (False, True))
         return advice.answer(generator, topic, formal), advice.answer(generator, topic, casual)
     long = (
         f"There are several things that you can do. One of them is to {do}, because {reason}. {third} "
-        f"It is worth trying this for a few weeks, since a new habit takes time to settle. "
-        f"If it does not work at once, do not give up: change one thing and wait for a few days."
+        "It is worth trying this for a few weeks."
     )
     return first, long
 
@@ -101,15 +107,9 @@ def pairs(taste: str, mix: str, key: Key) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def prompts() -> list[dict[str, Any]]:
-    """Questions on topics that no pair has."""
-    spec = importlib.util.spec_from_file_location("smollm2_advice", HERE / "advice.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    rows: list[dict[str, Any]] = module.questions(7)[:HELD_OUT]
-    return rows
+    """60 questions on topics that no pair has: each form with each skill."""
+    texts = [QUESTIONS[k % len(QUESTIONS)].format(SKILLS[k % len(SKILLS)]) for k in range(60)]
+    return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
 
 
 def main() -> None:

@@ -69,6 +69,7 @@ def test_answers_and_health_are_those_of_the_finished_runs_models(finished):
     health = summary["text"]["own"]
     assert (health["answers"], health["ends"]) == (5, sum(row["ended"] for row in last) / 5)
     assert health["length"] == pytest.approx(sum(counts) / 5)
+    assert health["surprise"] == pytest.approx(np.median([row["surprise"] for row in last]), abs=1e-4)
     assert health["distinct_2"] == pytest.approx(sum(distinct) / 5)
     assert {client: own["answers"] for client, own in health["per_client"].items()} == {"left": 3, "right": 2}
     trainers = load_run(finished, data=True).trainers

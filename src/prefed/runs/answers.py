@@ -342,6 +342,7 @@ def _row(
         prompt=asked.prompt,
         text=answer.text,
         ended=answer.ended,
+        surprise=round(answer.surprise, 4),
     )
 
 

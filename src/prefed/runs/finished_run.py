@@ -97,6 +97,7 @@ class Answer(_Schema):
         client: whose own model it is.
         holder: the client that holds the prompt; ``None`` for a prompt of ``[report]``.
         ended: whether the model ended the answer; ``None`` in runs of earlier versions.
+        surprise: −log p under the base model in nats a token; ``None`` in runs of earlier versions.
     """
 
     round: int
@@ -106,6 +107,7 @@ class Answer(_Schema):
     prompt: str
     text: str
     ended: bool | None = None
+    surprise: float | None = None
 
 
 RowT = TypeVar("RowT")
