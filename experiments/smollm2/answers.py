@@ -3,11 +3,10 @@
     python experiments/smollm2/answers.py
     python experiments/smollm2/answers.py --out FOLDER
 
-For each taste, six clients want it (``like``), or three want it and three the opposite (``opposed``): longer,
-casual, or unlisted answers. The pairs are on the topics of ``prefed.data.advice``, 40 to train and 6 to test
-per client, and no question of a test pair is one of a training pair. Another 60 questions, on no topic of a
-pair, are written to ``answers.prompts.jsonl``. The files of each taste and mix of clients are
-``answers.TASTE.CLIENTS.train.jsonl`` and ``.test.jsonl``.
+For each taste, six clients want it, on the topics of ``prefed.data.advice``: 40 pairs to train and 6 to test
+per client, and no question of a test pair is one of a training pair. Another 60 questions are on no topic of
+a pair. Writes them to ``answers.prompts.jsonl``, and the pairs to ``answers.TASTE.train.jsonl`` and
+``answers.TASTE.test.jsonl``.
 
 :func:`utility` scores an answer for a taste. It counts words, so it cannot be fooled by a label.
 """
@@ -28,8 +27,7 @@ from prefed.data import advice
 
 HERE = Path(__file__).resolve().parent
 TASTES = ("brief", "formal", "lists")
-MIXES = {"like": (1, 1, 1, 1, 1, 1), "opposed": (1, 1, 1, -1, -1, -1)}
-"""Name → the sign of each client's taste."""
+CLIENTS = 6
 PAIRS = {"train": 40, "test": 6}
 SKILLS = (
     *("drawing", "singing", "dancing", "writing", "sewing", "baking", "painting", "skating", "fishing"),
@@ -89,21 +87,21 @@ def answers(generator: np.random.Generator, topic: tuple[str, ...], taste: str) 
     return first, long
 
 
-def pairs(taste: str, mix: str, key: Key) -> Iterator[tuple[str, dict[str, Any]]]:
+def pairs(taste: str, key: Key) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield split and row of every pair."""
     topics = advice._TOPICS
     parts = {"train": topics[: -advice.TESTED], "test": topics[-advice.TESTED :]}
-    for number, sign in enumerate(MIXES[mix]):
-        client = f"{'' if sign > 0 else 'not-'}{taste}-{number}"
+    for number in range(CLIENTS):
+        client = f"{taste}-{number}"
         generator = key.at(taste, client).numpy()
         for split, count in PAIRS.items():
             known = parts[split]
             asked = [(topic, form) for form in ASKED for topic in known]
             for place in generator.permutation(len(asked))[:count]:
                 topic, form = asked[place]
-                wanted, other = answers(generator, topic, taste)[::sign]
+                chosen, rejected = answers(generator, topic, taste)
                 prompt = [{"role": "user", "content": form.format(topic[0])}]
-                yield split, {"prompt": prompt, "chosen": wanted, "rejected": other, "client": client}
+                yield split, {"prompt": prompt, "chosen": chosen, "rejected": rejected, "client": client}
 
 
 def prompts() -> list[dict[str, Any]]:
@@ -122,9 +120,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tables: dict[str, list[dict[str, Any]]] = {"prompts": prompts()}
     for taste in TASTES:
-        for mix in MIXES:
-            for split, row in pairs(taste, mix, Key(7)):
-                tables.setdefault(f"{taste}.{mix}.{split}", []).append(row)
+        for split, row in pairs(taste, Key(7)):
+            tables.setdefault(f"{taste}.{split}", []).append(row)
     for name, rows in tables.items():
         path = args.out / f"answers.{name}.jsonl"
         files.write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

@@ -1,14 +1,15 @@
-"""How the answers of runs of answers.toml suit the taste of a client, next to those of the base model.
+"""How the answers of runs of answers.toml suit the taste of their clients, next to those of the base model.
 
-    python experiments/smollm2/answers_table.py runs/answers/*/answers/*
-    python experiments/smollm2/answers_table.py runs/answers/*/answers/* --read 5 --round 2
+    python experiments/smollm2/answers_table.py runs/answers/*/answers/*/*
+    python experiments/smollm2/answers_table.py runs/answers/*/answers/*/* --read 5
 
-After rounds 1, 2, 4, … and the last, the shared model and the own models of the clients of ``[report]``
-answer the held-out questions, and ``utility`` of ``answers.py`` compares each answer with the base model's.
-The table has, as means over seeds: the win rate (a tie is half a win) with its 95% interval over seeds, the
-shares that end and that loop, the words, the median surprise in nats a token, and the mean change of the
-log-probability of chosen responses. ``--read N`` prints the answers to the first N questions instead, of the
-first seed.
+After rounds 1, 2, 4, … and the last, the shared model answers the held-out questions, and ``utility`` of
+``answers.py`` compares each answer with the base model's. The table has, as means over seeds: the win rate (a
+tie is half a win), the shares that end, that loop and that are about the model itself ("I'm not a singing
+AI."), the words, the median surprise in nats a token, and the mean change of the log-probability of chosen
+responses. The 95% interval of the win rate is over seeds or over questions, whichever is wider. ``--chosen``
+adds the surprise of the chosen responses of test pairs. ``--read N`` prints the answers to the first N
+questions instead, of the first seed.
 """
 
 from __future__ import annotations
@@ -22,99 +23,96 @@ from typing import NamedTuple
 
 import answers
 
+from prefed import load_run
 from prefed.runs.finished_run import Answer, RunRecord, read_run
 from prefed.train.metrics import seed_interval
+from prefed.train.metrics.intervals import wilson_interval
 from prefed.train.metrics.text import loops
 
 HEADS = (
-    *("taste", "clients", "method", "rate", "round", "answers", "seeds", "win rate"),
-    *("end", "loop", "words", "surprise", "chosen shift"),
+    *("model", "taste", "method", "rate", "round", "seeds", "win rate", "end", "loop", "about itself"),
+    *("words", "surprise", "chosen shift"),
 )
+ITSELF = re.compile(r"\b(?:AI|language model|I(?:'m| am) (?:not|sorry|an?))\b")
 
 
 class Line(NamedTuple):
-    """What a line of the table is about."""
+    """What a line of the table is about; ``round`` is 0 for the base model."""
 
+    model: str
     taste: str
-    clients: str
     method: str
     rate: float
     round: int
-    model: str
 
 
 class Figures(NamedTuple):
-    """Its figures, of one seed."""
+    """The figures of a line, of one seed."""
 
-    wins: float | None
+    wins: float
     ends: float
     loops: float
+    itself: float
     words: float
     surprise: float
     shift: float | None
 
 
-def wins(taste: str, client: str, own: Sequence[Answer], base: Sequence[Answer]) -> list[float]:
-    """1 for each answer that suits the client better than the base model's, 0.5 for a tie, else 0."""
-    sign = -1 if client.startswith("not-") else 1
-    before = {answer.prompt: answer.text for answer in base}
-    pairs = [(answer.text, before[answer.prompt]) for answer in own]
-    values = [[answers.utility(taste, text) for text in pair] for pair in pairs]
-    return [0.5 if a == b else float((sign * a > sign * b) and a > -float("inf")) for a, b in values]
-
-
 def lines(run: RunRecord) -> Iterator[tuple[Line, Figures, list[Answer]]]:
     """The lines of a run, their figures and answers: the base model's, then those after each round."""
-    found = re.search(r"answers\.(\w+)\.(\w+)\.train", str(run.config["data"]["train"]))
+    found = re.search(r"answers\.(\w+)\.", str(run.config["data"]["train"]))
     if found is None:
         raise SystemExit(f"{run.path}: not a run of answers.toml")
-    taste, mix = found.groups()
-    method, clients = run.config["method"], run.config["report"]["clients"]
-    name = f"{method['name']}, {method['objective']}"
-    by: dict[tuple[int, str, str | None], list[Answer]] = {}
+    by: dict[int, list[Answer]] = {}
     for answer in run.answers:
-        if answer.holder is None:
-            by.setdefault((answer.round, answer.model, answer.client), []).append(answer)
-    base = by[0, "untouched", None]
-    yield Line(taste, mix, "", 0.0, 0, "base"), _figures([], base, None), base
+        by.setdefault(answer.round, []).append(answer)
+    before = {answer.prompt: answers.utility(found[1], answer.text) for answer in by[0]}
     shifts = dict(zip(*run.curve("chosen_shift"), strict=True))
-    for number in sorted({round for round, model, _ in by if model != "untouched"}):
-        for model in ("shared", "own"):
-            judged, read = list[float](), list[Answer]()
-            for client in clients:
-                some = by.get((number, model, client if model == "own" else None), [])
-                judged += wins(taste, client, some, base)
-                read += some
-            if read:
-                # Evaluations are of the models that clients end with.
-                measured = model == "own" or (number, "own", clients[0]) not in by
-                line = Line(taste, mix, name, method["lr"], number, model)
-                yield line, _figures(judged, read, shifts.get(number) if measured else None), read
+    model, method = Path(run.config["model"]["name"]).name, run.config["method"]
+    for number, read in sorted(by.items()):
+        line = Line(model, found[1], f"{method['name']}, {method['objective']}", method["lr"], number)
+        values = [(answers.utility(found[1], answer.text), before[answer.prompt]) for answer in read]
+        signs = [re.findall(r"[^\W\d]+|\S", answer.text) for answer in read]
+        figures = Figures(
+            fmean(0.5 if own == base else float(own > base) for own, base in values),
+            fmean(bool(answer.ended) for answer in read),
+            fmean(map(loops, signs)),
+            fmean(ITSELF.search(answer.text) is not None for answer in read),
+            fmean(len(answer.text.split()) for answer in read),
+            median(answer.surprise for answer in read if answer.surprise is not None),
+            shifts.get(number),
+        )
+        yield line if number else Line(model, found[1], "", 0.0, 0), figures, read
 
 
-def _figures(judged: Sequence[float], read: Sequence[Answer], shift: float | None) -> Figures:
-    words = [answer.text.split() for answer in read]
-    signs = [re.findall(r"[^\W\d]+|\S", answer.text) for answer in read]
-    surprise = median(answer.surprise for answer in read if answer.surprise is not None)
-    ends, looping = fmean(bool(answer.ended) for answer in read), fmean(map(loops, signs))
-    return Figures(fmean(judged) if judged else None, ends, looping, fmean(map(len, words)), surprise, shift)
+def chosen_surprise(run: Path) -> float:
+    """Median surprise of the chosen responses of a run's test pairs, in nats a token."""
+    trainers = load_run(run, data=True).trainers
+    scores = [trainers.score(client, trainers.backbone.reference, "test") for client in trainers.clients]
+    pairs = [pair for each in scores for pair in zip(each.reference[:, 0], each.lengths[:, 0], strict=True)]
+    return median(-logp / length for logp, length in pairs)
 
 
-def row(line: Line, some: Sequence[Figures]) -> tuple[str, ...]:
+def row(line: Line, some: Sequence[Figures], answered: int) -> tuple[str, ...]:
     """A row of the table: means over seeds."""
-    won = [each.wins for each in some if each.wins is not None]
-    interval = seed_interval(won, within=(0.0, 1.0))
-    rate = f"{fmean(won):.1%}" if won else ""
-    rate += f" [{interval[0]:.1%}, {interval[1]:.1%}]" if interval else ""
-    shift = [each.shift for each in some if each.shift is not None]
+    won = [each.wins for each in some]
+    both = [wilson_interval(fmean(won), answered), seed_interval(won, within=(0.0, 1.0))]
+    low, high = max((each for each in both if each), key=lambda each: each[1] - each[0])
+    *others, shifts = zip(*some, strict=True)
+    wins, ends, looping, itself, words, surprise = map(fmean, others)
+    known = [shift for shift in shifts if shift is not None]
     return (
-        *(line.taste, line.clients, line.method, f"{line.rate:g}" if line.rate else ""),
-        *(str(line.round), line.model, str(len(some)), rate),
-        f"{fmean(each.ends for each in some):.1%}",
-        f"{fmean(each.loops for each in some):.1%}",
-        f"{fmean(each.words for each in some):.1f}",
-        f"{fmean(each.surprise for each in some):.2f}",
-        f"{fmean(shift):+.1f}" if shift else "",
+        *(
+            line.model,
+            line.taste,
+            line.method,
+            f"{line.rate:g}" if line.rate else "",
+            str(line.round),
+            str(len(some)),
+        ),
+        f"{wins:.1%} [{low:.1%}, {high:.1%}]" if line.round else "",
+        *(f"{ends:.1%}", f"{looping:.1%}", f"{itself:.1%}", f"{words:.1f}", f"{surprise:.2f}"),
+        f"{fmean(known):+.1f}" if known else "",
     )
 
 
@@ -125,22 +123,26 @@ def main() -> None:
     )
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--read", type=int, metavar="N")
-    parser.add_argument("--round", type=int)
+    parser.add_argument("--chosen", action="store_true")
     args = parser.parse_args()
-    found: dict[Line, list[tuple[Figures, list[Answer]]]] = {}
+    found: dict[Line, list[tuple[Figures, list[Answer], Path]]] = {}
     for folder in args.folders:
         for line, figures, read in lines(read_run(folder)):
-            if args.round in (None, line.round) or line.model == "base":
-                found.setdefault(line, []).append((figures, read))
+            found.setdefault(line, []).append((figures, read, folder))
     if args.read is None:
         for words in (HEADS, ["---"] * len(HEADS)):
             print("|", " | ".join(words), "|")
     for line, seeds in sorted(found.items()):
+        _, first, folder = seeds[0]
         if args.read is None:
-            print("|", " | ".join(row(line, [figures for figures, _ in seeds])), "|")
+            print("|", " | ".join(row(line, [figures for figures, _, _ in seeds], len(first))), "|")
+            if args.chosen and not line.round:
+                print(
+                    f"| | {line.taste} | chosen responses | | | | | | | | | {chosen_surprise(folder):.2f} | |"
+                )
         else:
-            print("\n" + ", ".join(str(each) for each in line if each))
-            for answer in seeds[0][1][: args.read]:
+            print("\n" + ", ".join(str(each) for each in line))
+            for answer in first[: args.read]:
                 print(f"- {answer.prompt} {answer.text!r}{'' if answer.ended else ' (cut)'}")
 
 
