@@ -178,7 +178,11 @@ def test_scaffolds_central_control_variate_is_the_plain_one(tmp_path):
         assert torch.allclose(group.flat, same.tensors[name].flat, rtol=1e-12, atol=1e-12)
 
 
-REFUSE = {"centralized", "local", "icl", "fedbiscuit", "decdpo", "fedamp", "fedvpl", "fedvpa"}
+REFUSE = {
+    name
+    for name, kind in METHODS.items()
+    if kind.serverless or kind.reason("NO_NOISE") or kind.reason("SINGLE_UPLOADS")
+}
 """Methods that refuse central noise, see tests/unit/test_accountant.py."""
 FEWER = {"fedsdg": {"alignment": "off"}}
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from prefed.core.text import duration, pluralize, size
 from prefed.runs.finished_run import RunRecord
-from prefed.train.metrics import LEADING_METRICS, REWARD_SHARES, SHIFT_ERROR, SHIFT_METRICS, TABLE
+from prefed.train.metrics import LEADING_METRICS, REWARD_SHARES, SHIFT_ERROR, SHIFT_METRICS, TABLE, words_of
 from prefed.ui.pages.chart_data import (
     ROUNDS,
     Axis,
@@ -301,7 +301,7 @@ def numbers(run: RunRecord, names: Sequence[str]) -> Numbers | None:
     for name in changing:
         _, values = run.curve(name)
         if values:
-            ends.append(f"{name.replace('_', ' ')} from {values[0]:.4g} to {values[-1]:.4g}")
+            ends.append(f"{words_of(name, {})[0]} from {values[0]:.4g} to {values[-1]:.4g}")
     chart = None
     if changing:
         chart = Chart("metrics", "; ".join(ends[:12]) + ".", "", _panels(run, changing))
@@ -332,14 +332,14 @@ def _panels(run: RunRecord, names: Sequence[str]) -> list[Panel]:
             for index, (name, curve) in enumerate(curves.items())
         ]
         whole = all(value.is_integer() for _, values in curves.values() for value in values)
-        panels.append(Panel(ROUNDS, Axis(whole=whole), lines, title.replace("_", " "), 220))
+        panels.append(Panel(ROUNDS, Axis(whole=whole), lines, words_of(title, {})[0], 220))
     return panels
 
 
 def _constant(run: RunRecord, name: str, value: float) -> str:
     rounds, _ = run.curve(name)
     when = f"in round {rounds[0]}" if len(rounds) == 1 else f"in all {len(rounds):,} reported rounds"
-    return f"{name.replace('_', ' ')}: {value:.4g} {when}."
+    return f"{words_of(name, {})[0]}: {value:.4g} {when}."
 
 
 def distributed(run: RunRecord) -> list[Chart]:
@@ -352,7 +352,7 @@ def distributed(run: RunRecord) -> list[Chart]:
             Panel(ROUNDS, Axis(), [over_rounds("", *c, Look(color_of(k)), number)], TABLE[name].label, 240)
             for k, (name, c) in enumerate(curves.items())
         ]
-        ends = ((name.replace("_", " "), values) for name, (_, values) in curves.items())
+        ends = ((TABLE[name].label, values) for name, (_, values) in curves.items())
         text = "; ".join(f"{name} from {v[0]:.4g} to {v[-1]:.4g}" for name, v in ends)
         caption = "Evaluated at the server's model or, without a server, at the mean of the clients' models."
         made.append(Chart("gradients", f"Over rounds: {text}.", caption, panels))
