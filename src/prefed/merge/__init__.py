@@ -1,24 +1,29 @@
 """Merge uploads into the next model: means, robust rules, LoRA rules and server optimisers."""
 
-from prefed.merge.aggregator import Aggregator, WeightFunction
-from prefed.merge.attention import (
-    alignment_weights,
-    distance_attention,
-    largest_alpha,
-    mean_squared_distance,
-    similarity_attention,
-)
-from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
-from prefed.merge.groups import by_mass, merge_groups
-from prefed.merge.uploads import (
-    BadUpload,
-    TooFewUploads,
-    check_update_sizes,
-    check_upload,
-    from_newest,
-    sort_uploads,
-    update_norm,
-)
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import attach
+
+if TYPE_CHECKING:
+    from prefed.merge.aggregator import Aggregator, WeightFunction
+    from prefed.merge.attention import (
+        alignment_weights,
+        distance_attention,
+        largest_alpha,
+        mean_squared_distance,
+        similarity_attention,
+    )
+    from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
+    from prefed.merge.groups import by_mass, merge_groups
+    from prefed.merge.uploads import (
+        BadUpload,
+        TooFewUploads,
+        check_update_sizes,
+        check_upload,
+        from_newest,
+        sort_uploads,
+        update_norm,
+    )
 
 __all__ = [
     "Aggregator",
@@ -42,3 +47,5 @@ __all__ = [
     "sort_uploads",
     "update_norm",
 ]
+
+__getattr__ = attach(__name__, __file__)

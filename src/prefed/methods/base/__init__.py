@@ -1,19 +1,24 @@
 """Building blocks of methods: the steps of a FedAvg round, settings, learning-rate schedules, selectors."""
 
-from prefed.methods.base.fedavg import FedAvgBase, to_neighbours
-from prefed.methods.base.ranks import with_ranks
-from prefed.methods.base.selector import Selectors
-from prefed.methods.base.settings import (
-    VALUE,
-    BaselineSettings,
-    ClusterSettings,
-    LocalSettings,
-    PersonalSettings,
-    SelectorSettings,
-    TrainingSettings,
-    TwoPhaseSettings,
-    lora_parts,
-)
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import attach
+
+if TYPE_CHECKING:
+    from prefed.methods.base.fedavg import FedAvgBase, to_neighbours
+    from prefed.methods.base.ranks import with_ranks
+    from prefed.methods.base.selector import Selectors
+    from prefed.methods.base.settings import (
+        VALUE,
+        BaselineSettings,
+        ClusterSettings,
+        LocalSettings,
+        PersonalSettings,
+        SelectorSettings,
+        TrainingSettings,
+        TwoPhaseSettings,
+        lora_parts,
+    )
 
 __all__ = [
     "VALUE",
@@ -30,3 +35,5 @@ __all__ = [
     "to_neighbours",
     "with_ranks",
 ]
+
+__getattr__ = attach(__name__, __file__)
