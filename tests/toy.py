@@ -43,7 +43,8 @@ from prefed.core import (
 )
 from prefed.core.wire import encode
 from prefed.engines import BACKENDS, BackendSettings, InProcess, Job, JobFactory, ServerRounds
-from prefed.engines.stopping import Stopping
+from prefed.engines.config import CohortConfig, EvaluateConfig
+from prefed.engines.stopping import StopConfig
 from prefed.engines.tasks import MemoryStates as MemoryStates
 from prefed.merge import Aggregator, BadUpload, MergeConfig
 from prefed.methods import METHODS
@@ -311,11 +312,10 @@ def build(text: str) -> Job:
         method=real_method(chosen) if chosen["method"] else toy_method(chosen),
         seed=chosen["seed"],
         rounds=chosen["rounds"],
-        cohort=chosen["cohort"],
-        evaluate_every=chosen["every"],
-        evaluation_cohort=chosen["evaluation_cohort"],
+        cohort=CohortConfig(size=chosen["cohort"]),
+        evaluate=EvaluateConfig(every=chosen["every"], clients=chosen["evaluation_cohort"]),
         privacy=Privacy(minimum_pairs=chosen["minimum_pairs"], **chosen["privacy"]),
-        stop=Stopping(**chosen["stop"]) if chosen["stop"] else None,
+        stop=StopConfig(**chosen["stop"]) if chosen["stop"] else None,
     )
 
 
@@ -330,8 +330,8 @@ def of_experiment(experiment: Any, folder: Path) -> Job:
         toy_method(chosen),
         experiment.seed,
         experiment.rounds,
-        experiment.cohort.of(6),
-        experiment.evaluate.every,
+        experiment.cohort,
+        EvaluateConfig(every=experiment.evaluate.every),
     )
 
 

@@ -588,7 +588,7 @@ def test_unseen_prompts_are_in_no_training_pair(finished, place):
     for taste in (None, "left"):
         config = AlignConfig(prompts=str(place / "prompts.jsonl"), taste=taste)
         source = _Source(finished, config, Callback())
-        dataset, split = source.run.trainers.dataset, source.run.job.split
+        dataset, split = source.run.trainers.dataset, source.run.job.evaluate.split
         rows = {client: getattr(own, split) for client, own in dataset.clients.items()}
         trained = {
             client: replace(own, train=np.append(own.train, rows[client][:1]))

@@ -14,6 +14,7 @@ import toy
 from prefed.core import Entry, Key, Layout, Tensors
 from prefed.core.wire import encode
 from prefed.engines import Job, NeighbourRounds
+from prefed.engines.config import EvaluateConfig
 from prefed.merge import Aggregator, MergeConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import consensus_factors
@@ -52,7 +53,7 @@ def resting(path, graph, targets, rate, rounds):
     method = kind.build(
         kind.Settings(lr=rate, **chosen), layout, Aggregator(MergeConfig(), layout, 1.0), rounds
     )
-    job = Job(trainers, method, 3, rounds, evaluate_every=0, graph=GraphConfig(name=graph))
+    job = Job(trainers, method, 3, rounds, evaluate=EvaluateConfig(every=0), graph=GraphConfig(name=graph))
     with RunWriter(path) as writer, toy.InProcess(job, writer.states) as backend:
         writer.begin(encode(method.init_server(trainers.initial)), trainers.fingerprint)
         NeighbourRounds(job, writer, backend, toy.Callback()).run()

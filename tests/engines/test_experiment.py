@@ -203,7 +203,7 @@ def test_newcomers_never_train_and_are_judged_apart(place, tmp_path, method):
     assert summaries["some"]["unseen_accuracy"]["0"] == summaries["none"]["unseen_accuracy"]["0"]
     assert summaries["some"]["preference_accuracy"] == summaries["none"]["preference_accuracy"]
     opened = load_run(tmp_path / "none", data=True)
-    scores = opened.trainers.score("w1", opened.published_model, opened.job.split)
+    scores = opened.trainers.score("w1", opened.published_model, opened.job.evaluate.split)
     shared = client_metrics(scores, 0.1)["preference_accuracy"]
     assert summaries["none"]["unseen_accuracy"]["0"]["per_client"] == {"w1": shared}
 
@@ -222,7 +222,7 @@ def test_a_rule_that_no_cohort_can_serve_is_refused_before_the_first_round(place
         build_job(experiment(place, cohort=two, merge=median), folder)
     assert "a cohort of 2 clients ([cohort] size; 3 clients train)" in str(caught.value)
     assert build_job(experiment(place, cohort={}, merge=median), folder).members == ("w0", "w1", "w2")
-    assert build_job(experiment(place, "local", cohort=two, merge=median), folder).cohort == 2
+    assert build_job(experiment(place, "local", cohort=two, merge=median), folder).cohort_size == 2
 
 
 def test_what_no_adapter_can_hold_is_said(place, tmp_path):

@@ -10,6 +10,7 @@ from federating import Within
 from prefed.core import Callback
 from prefed.core.wire import encode
 from prefed.engines import InProcess
+from prefed.engines.config import CohortConfig
 from prefed.engines.tasks import MemoryStates, Task, run_task
 from prefed.engines.validation import longest_answer
 from prefed.networks.federation.hub import FederationBackend, Sites
@@ -64,7 +65,8 @@ class Silent(InProcess):
 
 
 def job(rounds=7, offences=4):
-    return replace(toy.build(toy.text(cohort=None, rounds=rounds, every=0)), offences=offences)
+    made = toy.build(toy.text(cohort=None, rounds=rounds, every=0))
+    return replace(made, cohort=CohortConfig(offences=offences))
 
 
 def test_what_a_site_must_not_send_is_dropped_and_its_client_set_aside(tmp_path):

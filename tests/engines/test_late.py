@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import toy
 from prefed.core import Owner, State, Tensors
 from prefed.engines import Job
+from prefed.engines.config import CohortConfig
 from prefed.engines.simulated_fleet import FleetConfig, FleetError, ScheduledRound, Visit
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
@@ -30,7 +31,14 @@ def job(fleet=None, *, method="fedbn", merge=None, rounds=5, cohort=4, **chosen)
     settings = kind.Settings(**{"lr": 0.05, "local_steps": 2, "batch_size": 2, **chosen})
     layout = trainers.initial.layout
     made = kind.build(settings, layout, Aggregator(merge or MergeConfig(), layout, 2.0), rounds)
-    return Job(trainers, made, 7, rounds, cohort, fleet=None if fleet is None else FleetConfig(**fleet))
+    return Job(
+        trainers,
+        made,
+        7,
+        rounds,
+        CohortConfig(size=cohort),
+        fleet=None if fleet is None else FleetConfig(**fleet),
+    )
 
 
 def left(path):

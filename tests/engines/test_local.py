@@ -13,6 +13,7 @@ import toy
 from prefed.core import POOLED, Callback, Key, Owner, State
 from prefed.core.wire import decode_upload, encode
 from prefed.engines import Job
+from prefed.engines.config import CohortConfig
 from prefed.engines.tasks import Task, run_task
 from prefed.store import RunReader
 from prefed.testing import Quadratic, simulate
@@ -163,7 +164,11 @@ def test_models_that_diverged_are_named(tmp_path):
             return super().trainer(client, now, key, ownership)
 
     trainers, listener = Diverging(toy.options()), Listener()
-    toy.run_job(tmp_path / "run", Job(trainers, toy.toy_method(toy.options()), 7, 3, 3), callback=listener)
+    toy.run_job(
+        tmp_path / "run",
+        Job(trainers, toy.toy_method(toy.options()), 7, 3, CohortConfig(size=3)),
+        callback=listener,
+    )
     first, second, third = (record["evaluation"] for record in records(tmp_path / "run"))
     pairs = {client: len(trainers.data[client].targets) for client in ("Client 2/ü", "Client 4/ü")}
     assert second["not_finite"] == third["not_finite"] == pairs
@@ -316,7 +321,7 @@ def test_private_states_can_be_kept_in_bfloat16(tmp_path):
     job = toy.build(toy.text())
     for name, stops in (("whole", [4]), ("stopped", [2, 4])):
         for number in stops:
-            half = Job(job.trainers, job.method, 7, number, 3, state_dtype=torch.bfloat16)
+            half = Job(job.trainers, job.method, 7, number, CohortConfig(size=3), state_dtype=torch.bfloat16)
             toy.run_job(tmp_path / name, half, resume=(tmp_path / name).exists())
     left, right = RunReader(tmp_path / "whole"), RunReader(tmp_path / "stopped")
     for client in job.trainers.clients:

@@ -12,6 +12,7 @@ import toy
 from prefed.core import Key, Owner, Tensors
 from prefed.core.wire import decode_upload, encode
 from prefed.engines import Job, NeighbourRounds, ServerRounds
+from prefed.engines.config import CohortConfig
 from prefed.engines.tasks import Task, run_task
 from prefed.merge import Aggregator, MergeConfig
 from prefed.merge.graphs import GraphConfig
@@ -302,7 +303,7 @@ def test_which_methods_can_do_without_their_server(subtests):
 
 def test_what_a_graph_cannot_serve_is_refused():
     with pytest.raises(ValueError, match=r"^graph .*cohort"):
-        replace(job({"name": "ring"}), cohort=3)
+        replace(job({"name": "ring"}), cohort=CohortConfig(size=3))
     with pytest.raises(ValueError, match="not connected"):
         job({"name": "erdos_renyi", "probability": 1e-9})
     assert Key(7).at("graph").number() != Key(7).at("round", 1).number()

@@ -45,7 +45,8 @@ class Asks(InProcess):
 def job(offences=2, fault="unmerged", **options):
     """The toy; one of its clients sends what its server cannot merge, or makes what it must not send."""
     chosen = {"cohort": None, "rounds": 5, "faults": {BAD: fault} if fault else {}, **options}
-    return replace(toy.build(toy.text(**chosen)), offences=offences)
+    made = toy.build(toy.text(**chosen))
+    return replace(made, cohort=made.cohort.model_copy(update={"offences": offences}))
 
 
 def play(path, job, backend=InProcess, notes=None, resume=False):
@@ -113,10 +114,14 @@ def test_another_client_is_drawn_in_its_place(tmp_path):
     assert places > 1
 
 
+def poisson(made):
+    return replace(made, cohort=made.cohort.model_copy(update={"sampling": "poisson"}))
+
+
 def test_where_the_draw_is_reckoned_with_nobody_takes_the_place(tmp_path):
     """Cohorts by chance: each other client is drawn in the same rounds as before."""
-    counted = play(tmp_path / "counted", replace(job(1, rounds=12, cohort=3), sampling="poisson"))
-    other = play(tmp_path / "other", replace(job(None, rounds=12, cohort=3), sampling="poisson"))
+    counted = play(tmp_path / "counted", poisson(job(1, rounds=12, cohort=3)))
+    other = play(tmp_path / "other", poisson(job(None, rounds=12, cohort=3)))
     first = next(record["round"] for record in other if BAD in record["cohort"])
     for record, plain in zip(counted, other, strict=True):
         gone = {BAD} if record["round"] > first else set()

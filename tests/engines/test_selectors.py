@@ -12,6 +12,7 @@ from tests.engines.test_privacy import SMALL, Eavesdropper
 import toy
 from prefed.core.wire import decode_upload, encode
 from prefed.engines import BACKENDS, InProcess, ServerRounds
+from prefed.engines.config import EvaluateConfig
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
 from prefed.store import RunReader, RunWriter
 from prefed.train.metrics import ChoiceScores, choice_metrics
@@ -89,7 +90,7 @@ def test_in_warm_up_clients_are_evaluated_with_the_selector_that_was_trained(tmp
 
 def test_a_newcomer_takes_the_selector_of_its_least_loss_on_its_training_pairs(tmp_path):
     server, *_ = play(tmp_path / "run")
-    job = replace(toy.build(toy.text(**OPTIONS)), unseen_steps=(0, 2))
+    job = replace(toy.build(toy.text(**OPTIONS)), evaluate=EvaluateConfig(unseen_steps=[0, 2]))
     for client in NAMES:
         published = job.method.publish(server, client)
         models = [job.trainers.initial.replace(server.tensors[f"selector-{u}"]) for u in (0, 1)]
@@ -106,7 +107,9 @@ def test_a_newcomer_takes_the_selector_of_its_least_loss_on_its_training_pairs(t
 
 def test_newcomers_tell_of_every_selector_and_small_clients_are_in_means_alone(tmp_path):
     """The published selectors on a newcomer's pairs, without a step of its own."""
-    job = replace(toy.build(toy.text(**OPTIONS)), unseen=NAMES[4:], unseen_steps=(0, 2))
+    job = replace(
+        toy.build(toy.text(**OPTIONS)), unseen=NAMES[4:], evaluate=EvaluateConfig(unseen_steps=[0, 2])
+    )
     listener, names = Warned(), ["majority_accuracy", "selector_0_accuracy", "selector_1_accuracy"]
     with RunWriter(tmp_path) as writer, InProcess(job, writer.states) as backend:
         writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)

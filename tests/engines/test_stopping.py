@@ -10,7 +10,7 @@ import toy
 from prefed.config import ConfigError, Experiment
 from prefed.core.wire import encode
 from prefed.engines import BackendSettings, JobFactory, NeighbourRounds, WorkerProcesses
-from prefed.engines.stopping import Stopping
+from prefed.engines.stopping import StopConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.methods import METHODS
 from prefed.runs.start_or_resume import settings_digest
@@ -103,7 +103,7 @@ def test_clients_without_a_server_have_a_best_round_too(tmp_path):
     chosen = kind.Settings(lr=0.05, local_steps=2, batch_size=2)
     layout = trainers.initial.layout
     method = kind.build(chosen, layout, toy.Aggregator(toy.MergeConfig(), layout, 2.0), 6)
-    rule = Stopping(**NEVER["stop"])
+    rule = StopConfig(**NEVER["stop"])
     whole = toy.Job(trainers, method, 7, 6, graph=GraphConfig(name="ring"), stop=rule)
     for name, job in (("run", whole), ("short", replace(whole, rounds=1, stop=None))):
         with RunWriter(tmp_path / name) as writer, toy.InProcess(job, writer.states) as backend:
@@ -118,7 +118,7 @@ def test_clients_without_a_server_have_a_best_round_too(tmp_path):
 
 def test_a_run_without_validation_pairs_is_not_judged():
     with pytest.raises(ValueError, match=r"^stop .*validation"):
-        replace(toy.build(toy.text()), stop=Stopping("preference_accuracy"))
+        replace(toy.build(toy.text()), stop=StopConfig())
 
 
 @given(
@@ -130,7 +130,8 @@ def test_a_run_without_validation_pairs_is_not_judged():
 def test_the_rule_against_one_that_looks_at_all_values(values, metric, delta, patience):
     """Oracle: after each value, walk over all of them from the first. A NaN is not better
     than any other; of a loss less is better."""
-    rule, standing = Stopping(metric, "worst", patience, delta), None
+    chosen = "loss" if metric == "dpo_loss" else metric
+    rule, standing = StopConfig(metric=chosen, over="worst", patience=patience, delta=delta), None
     for number, value in enumerate(values, 1):
         standing = vars(rule.judge(standing, number, {metric: {"worst": value}}))
         best = 0

@@ -4,16 +4,15 @@ from prefed.config.align import AlignConfig, EndpointConfig, JudgeConfig
 from prefed.config.errors import ConfigError
 from prefed.config.experiment import Experiment, to_toml
 from prefed.config.settings import (
-    CohortConfig,
     EngineConfig,
-    EvaluateConfig,
     MethodConfig,
     RayConfig,
     ReportConfig,
-    StopConfig,
     TrackConfig,
     method_kind,
 )
+from prefed.engines.config import CohortConfig, EvaluateConfig
+from prefed.engines.stopping import StopConfig
 
 __all__ = [
     "AlignConfig",

@@ -23,19 +23,19 @@ from prefed.config.file import (
     read_toml,
 )
 from prefed.config.settings import (
-    CohortConfig,
     EngineConfig,
-    EvaluateConfig,
     MethodConfig,
     ReportConfig,
-    StopConfig,
     TrackConfig,
+    check_stop,
 )
 from prefed.core import Privacy
 from prefed.core.plugins import Code
 from prefed.core.strict_settings import StrictModel
 from prefed.data import DataConfig, SelectorConfig
+from prefed.engines.config import CohortConfig, EvaluateConfig
 from prefed.engines.simulated_fleet import FleetConfig
+from prefed.engines.stopping import StopConfig
 from prefed.merge import MergeConfig, lora
 from prefed.merge.config import PRODUCT_RULES
 from prefed.merge.graphs import GraphConfig
@@ -207,7 +207,7 @@ class Experiment(StrictModel):
     @model_validator(mode="after")
     def _judged(self) -> Experiment:
         if self.stop is not None:
-            self.stop.check(self.method.kind, self.method.settings, self.evaluate.every)
+            check_stop(self.stop, self.method.kind, self.method.settings, self.evaluate.every)
         gpus, ray = self.model.gpus, self.engine.ray
         if gpus > 1 and self.engine.devices:
             raise ValueError(

@@ -260,7 +260,7 @@ class Course(ABC):
         if not job.evaluates(number):
             return None
         answers, reasons = self._answers(publish, number, (*job.evaluation_clients, *job.newcomers))
-        pairs = self._pairs(job.split)
+        pairs = self._pairs(job.evaluate.split)
         figures, metrics = self._metrics(answers, job.evaluation_clients, pairs)
         _, unseen = self._metrics(answers, job.newcomers, pairs)
         if not metrics:
@@ -289,7 +289,7 @@ class Course(ABC):
             evaluation["not_finite"] = broken
             self.warn(number, divergence_warning(broken, pairs))
         left_out = sum(not count for count in pairs.values())
-        evaluation |= {"split": job.split, "clients": len(figures), "left_out": left_out}
+        evaluation |= {"split": job.evaluate.split, "clients": len(figures), "left_out": left_out}
         standing = self._judge(publish, number, metrics, healthy=not text or not broken_text(text))
         if text is None and standing is not None and standing.stopped:
             text = self._text(server, publish, number, last=True)
@@ -327,7 +327,7 @@ class Course(ABC):
         job, before = self.job, self.writer.commit.best if self.writer.commit else None
         if job.stop is None:
             return None
-        if job.split != "validation":
+        if job.evaluate.split != "validation":
             answers, _ = self._answers(publish, number, job.validation_clients, "validation")
             _, metrics = self._metrics(answers, job.validation_clients, self._pairs("validation"))
         if not metrics:

@@ -53,7 +53,7 @@ def evaluate_client(
         number: the round after which the client is evaluated.
         score: scores the pairs (default: the client's pairs in the job's split).
     """
-    score = score or own_pairs(job, client, job.split)
+    score = score or own_pairs(job, client, job.evaluate.split)
     model = job.client_model(client, private, published, number)
     if job.jury:
         models = job.shared_models(published).values()
@@ -77,7 +77,7 @@ def evaluate_newcomer(job: Job, client: str, published: Download, number: int) -
     randomly initialised personal tensors would only add noise. Of several published models the method chooses
     one.
     """
-    method, score = job.method, own_pairs(job, client, job.split)
+    method, score = job.method, own_pairs(job, client, job.evaluate.split)
     accuracies: dict[str, float] = {}
     trainer = job.trainer(client, number, "predict")
     for name, count in job.newcomer_figures.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -25,12 +25,13 @@ from prefed.core import (
     State,
     Tensors,
 )
+from prefed.engines.config import CohortConfig, EvaluateConfig
 from prefed.engines.diagnostics import DIAGNOSE, Diagnostics
 from prefed.engines.simulated_fleet import FleetConfig, ScheduledRound, Visit, schedule
-from prefed.engines.stopping import Stopping
+from prefed.engines.stopping import StopConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import Topology
-from prefed.train.metrics import ChoiceScores, Metric, PairScores, ThumbScores
+from prefed.train.metrics import ChoiceScores, Metric, PairScores, ThumbScores, find_metrics
 
 PAIRS = "pairs/"
 """Prefix of a newcomer's metrics for which its latent taste is inferred from a number of pairs."""
@@ -62,17 +63,11 @@ class Job:
     """A run, independent of where it runs and where its results are stored.
 
     Attributes:
-        cohort: number of clients sampled per round, without replacement; ``None``: all.
-        sampling: ``"poisson"`` draws each client independently, and ``cohort`` is the expected number.
-        evaluate_every: number of rounds between evaluations; 0: only after the last round.
-        split: the pairs that evaluations use.
-        evaluation_cohort: maximum number of evaluated clients, the same ones each time; ``None``: all.
+        cohort: how clients are sampled in a round.
+        evaluate: how clients are evaluated; ``unseen`` and ``beta`` are resolved below.
         beta: β of the DPO loss in evaluations.
         state_dtype: dtype of clients' private tensors on disk; ``None``: unchanged.
         unseen: clients that never train and are evaluated separately, as newcomers.
-        unseen_steps: numbers of local steps after which newcomers are evaluated.
-        unseen_pairs: numbers of pairs from which a newcomer's latent taste is inferred before an evaluation;
-            see ``infer`` of :class:`~prefed.core.Method`.
         untouched: the tensors (full layout) with which the model equals its base model; ``None`` if clients
             start from that model.
         privacy: limits on what leaves a client, and noise.
@@ -82,9 +77,7 @@ class Job:
         graph: the communication graph of a method without a server; ``None`` with a server.
         diagnostics: what is measured in diagnosed rounds; ``None``: nothing.
         stop: early stopping; ``None``: all rounds are run, and only the last is kept.
-        metrics: metrics from outside prefed, for every evaluation.
         thumbs: clients train on thumbs, so evaluations may have their metrics.
-        offences: number of bad uploads after which a client is set aside; ``None``: no limit.
         answers: writes what a client's models answer when it is evaluated; ``None``: nothing.
 
     Raises:
@@ -97,25 +90,18 @@ class Job:
     method: Method
     seed: int
     rounds: int
-    cohort: int | None = None
-    evaluate_every: int = 1
-    split: Literal["validation", "test"] = "test"
-    evaluation_cohort: int | None = None
+    cohort: CohortConfig = field(default_factory=CohortConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     beta: float = 0.1
     state_dtype: torch.dtype | None = None
     unseen: tuple[str, ...] = ()
-    unseen_steps: tuple[int, ...] = ()
-    unseen_pairs: tuple[int, ...] = ()
     untouched: Tensors | None = None
     privacy: Privacy = NO_MINIMUM
     fleet: FleetConfig | None = None
     work: Mapping[str, float] | None = None
     graph: GraphConfig | None = None
     diagnostics: Diagnostics | None = None
-    sampling: Literal["fixed", "poisson"] = "fixed"
-    stop: Stopping | None = None
-    offences: int | None = None
-    metrics: tuple[Metric, ...] = ()
+    stop: StopConfig | None = None
     thumbs: bool = False
     answers: ClientAnswers | None = None
 
@@ -129,18 +115,18 @@ class Job:
             )
         if not self.weights:
             raise ValueError("no client has a training pair")
-        if self.cohort is not None and not self.method.pooled and self.cohort > len(self.members):
-            raise JobError(
-                "cohort", f"= {self.cohort}, but only {len(self.members)} clients have training pairs"
-            )
+        if self.cohort_size > len(self.members):
+            problem = f"= {self.cohort_size}, but only {len(self.members)} clients have training pairs"
+            raise JobError("cohort", problem)
         unknown = [client for client in self.unseen if client not in self.trainers.clients]
         if unknown:
             raise JobError("unseen", f"names {unknown[0]!r}, but there is no such client")
+        split = self.evaluate.split
         if not self.evaluation_clients:
-            raise JobError("split", f"= {self.split!r}: no client has a {self.split} pair", self.split)
+            raise JobError("split", f"= {split!r}: no client has a {split} pair", split)
         if self.privacy.minimum_pairs:
-            self._check_minimum_pairs(self.evaluation_clients, "client", self.split)
-            self._check_minimum_pairs(self.newcomers, "newcomer", self.split)
+            self._check_minimum_pairs(self.evaluation_clients, "client", split)
+            self._check_minimum_pairs(self.newcomers, "newcomer", split)
         if self.stop is not None:
             if not self.validation_clients:
                 raise JobError("stop", "needs validation pairs, but no client has one")
@@ -154,7 +140,7 @@ class Job:
     def _check_graph(self) -> None:
         if self.graph is None:
             return
-        if self.cohort is not None or self.fleet is not None:
+        if self.cohort.of(1) is not None or self.fleet is not None:
             raise JobError("graph", "cannot be combined with a cohort or a fleet")
         self.topology.check()
 
@@ -225,12 +211,18 @@ class Job:
     @property
     def cohort_size(self) -> int:
         """The number of clients in a cohort."""
-        return len(self.members) if self.cohort is None or self.method.pooled else self.cohort
+        drawn = None if self.method.pooled else self.cohort.of(len(self.trainers.clients) - len(self.unseen))
+        return len(self.members) if drawn is None else drawn
+
+    @cached_property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics from outside prefed, for every evaluation."""
+        return find_metrics(self.evaluate.metrics)
 
     @cached_property
     def evaluation_clients(self) -> tuple[str, ...]:
         """The evaluated clients, sorted: those with pairs in the split that are not unseen."""
-        return self._evaluated(self.split)
+        return self._evaluated(self.evaluate.split)
 
     @cached_property
     def validation_clients(self) -> tuple[str, ...]:
@@ -239,10 +231,11 @@ class Job:
 
     def _evaluated(self, split: str) -> tuple[str, ...]:
         clients = [client for client in self._clients_with_pairs(split) if client not in self.unseen]
-        if self.evaluation_cohort is None or self.evaluation_cohort >= len(clients):
+        most = self.evaluate.clients
+        if most is None or most >= len(clients):
             return tuple(clients)
         key = Key(self.seed).at("judges")
-        draw = key.numpy().choice(len(clients), self.evaluation_cohort, replace=False)
+        draw = key.numpy().choice(len(clients), most, replace=False)
         return tuple(clients[index] for index in sorted(draw))
 
     def _clients_with_pairs(self, split: str) -> list[str]:
@@ -252,13 +245,14 @@ class Job:
     @cached_property
     def newcomers(self) -> tuple[str, ...]:
         """The unseen clients that have pairs in the split, sorted."""
-        return tuple(client for client in self._clients_with_pairs(self.split) if client in self.unseen)
+        clients = self._clients_with_pairs(self.evaluate.split)
+        return tuple(client for client in clients if client in self.unseen)
 
     @property
     def newcomer_figures(self) -> Mapping[str, int]:
         """Name of a newcomer's metric → its number of local steps, or of pairs if it is ``pairs/…``."""
-        pairs = self.unseen_pairs if self.method.infer is not None else ()
-        steps = [steps for steps in self.unseen_steps if not steps or self.method.adapt is not None]
+        pairs = self.evaluate.unseen_pairs if self.method.infer is not None else ()
+        steps = [steps for steps in self.evaluate.unseen_steps if not steps or self.method.adapt is not None]
         return {str(count): count for count in steps} | {f"{PAIRS}{count}": count for count in pairs}
 
     def round(self, number: int) -> Round:
@@ -273,7 +267,7 @@ class Job:
 
     def sample(self, now: Round) -> tuple[str, ...]:
         """The cohort of a round, sorted. It depends only on seed and round; a Poisson cohort may be empty."""
-        drawn = draw_cohort(now.key, len(self.members), self.cohort_size, self.sampling)
+        drawn = draw_cohort(now.key, len(self.members), self.cohort_size, self.cohort.sampling)
         return tuple(self.members[index] for index in drawn)
 
     def schedule(self, after: int) -> Iterator[ScheduledRound]:
@@ -289,7 +283,7 @@ class Job:
 
     def evaluates(self, number: int) -> bool:
         """Return whether round ``number`` ends with an evaluation."""
-        every = self.evaluate_every
+        every = self.evaluate.every
         return number == self.rounds or (every > 0 and number % every == 0)
 
     def exchange(self, name: str) -> Exchange:

@@ -18,7 +18,7 @@ def guarantee(job: Job) -> Guarantee:
     # If all clients take part in a step, no draw of a cohort hides them.
     drawn = all(exchange.to == "cohort" for exchange in job.method.exchanges)
     cohort = job.cohort_size if drawn else len(job.members)
-    return guarantee_of(job.privacy, len(job.members), cohort, job.sampling)
+    return guarantee_of(job.privacy, len(job.members), cohort, job.cohort.sampling)
 
 
 def most_releases(job: Job, number: int, begun: Mapping[int, int]) -> int:

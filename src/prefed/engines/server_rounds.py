@@ -53,8 +53,8 @@ class ServerRounds(Course):
         everybody = [_Asked(client, number) for client in job.members if client not in aside]
         if not everybody:
             raise RoundError(
-                f"round {number}: all clients are set aside after {job.offences} bad uploads each ([cohort] "
-                'offences): see "dropped" in rounds.jsonl for the reasons'
+                f"round {number}: all clients are set aside after {job.cohort.offences} bad uploads each "
+                '([cohort] offences): see "dropped" in rounds.jsonl for the reasons'
             )
         self.begin(number)
         for exchange in job.method.exchanges:
@@ -67,7 +67,8 @@ class ServerRounds(Course):
             tally.figures |= _schedule_record(plan)
         tally.figures |= offences_after(job, self.writer.last, tally.bad)
         for client in sorted(set_aside(tally.figures) - aside):
-            self.warn(number, f"{client!r} is set aside after [cohort] offences = {job.offences} bad uploads")
+            offences = f"[cohort] offences = {job.cohort.offences} bad uploads"
+            self.warn(number, f"{client!r} is set aside after {offences}")
         clients = list(dict.fromkeys(client for client, _ in cohort))
         self.commit(server, clients, evaluated, tally, time.perf_counter() - started, plan.keep)
         return server
@@ -210,7 +211,7 @@ def visits_without(job: Job, plan: ScheduledRound, aside: frozenset[str]) -> tup
     """
     visits = [visit for visit in plan.visits if visit.client not in aside]
     missing = len(plan.visits) - len(visits)
-    if missing and job.fleet is None and job.sampling == "fixed" and job.privacy.kind is None:
+    if missing and job.fleet is None and job.cohort.sampling == "fixed" and job.privacy.kind is None:
         drawn = {visit.client for visit in visits}
         others = [client for client in job.members if client not in aside | drawn]
         key = job.round(plan.number).key.at("cohort").at("instead")
@@ -226,8 +227,8 @@ def offences_after(job: Job, record: Mapping[str, Any] | None, bad: Sequence[str
         record: record of the previous round.
         bad: the client of each bad upload of this round.
     """
-    if job.offences is None:
+    if job.cohort.offences is None:
         return {}
     counts = Counter((record or {}).get(OFFENCES, {})) + Counter(bad)
-    aside = sorted(client for client, count in counts.items() if count >= job.offences)
+    aside = sorted(client for client, count in counts.items() if count >= job.cohort.offences)
     return {OFFENCES: dict(sorted(counts.items())), ASIDE: list[Plain](aside)}

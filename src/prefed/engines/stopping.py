@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import Field
+
+from prefed.core.strict_settings import StrictModel
 from prefed.train.metrics import FederatedMetric, lower_is_better
 
 
@@ -31,21 +34,28 @@ class Standing:
     stopped: bool = False
 
 
-@dataclass(frozen=True)
-class Stopping:
-    """The rule of early stopping.
+class StopConfig(StrictModel):
+    """Selection of the best round, and early stopping, both on clients' validation pairs."""
 
-    Attributes:
-        metric: name of a metric.
-        over: use the mean over clients or the worst client.
-        patience: number of evaluations without improvement after which the run stops; ``None``: no limit.
-        delta: minimum improvement.
-    """
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="stop after this many evaluations without improvement; default: run to the last "
+        "round, and keep the best",
+    )
+    metric: Literal[
+        "preference_accuracy", "reward_accuracy", "combined_accuracy", "majority_accuracy", "loss"
+    ] = Field(
+        "preference_accuracy",
+        description="the metric to select by: an accuracy (higher is better) or the loss (lower is better)",
+    )
+    over: Literal["mean", "worst"] = Field("mean", description="the mean over clients, or the worst client")
+    delta: float = Field(0.0, ge=0, description="minimum improvement over the best round")
 
-    metric: str
-    over: Literal["mean", "worst"] = "mean"
-    patience: int | None = None
-    delta: float = 0.0
+    def measured(self, metrics: Collection[str]) -> str:
+        """The name of the metric: of ``"loss"``, that of the loss in an evaluation."""
+        losses = (name for name in ("dpo_loss", "choice_loss") if name in metrics)
+        return next(losses) if self.metric == "loss" else self.metric
 
     def judge(
         self,
@@ -63,17 +73,18 @@ class Stopping:
             healthy: whether text is no worse than the base model's. A round of which it is worse is not the
                 best one.
 
-        >>> rule, best = Stopping("preference_accuracy", patience=2), None
+        >>> rule, best = StopConfig(patience=2), None
         >>> for number, share in enumerate((0.5, 0.7, 0.6, 0.7), 1):
         ...     best = vars(rule.judge(best, number, {"preference_accuracy": {"mean": share}}))
         >>> best["round"], best["since"], best["stopped"]
         (2, 2, True)
         """
         old = Standing(0, None, 0, None) if before is None else Standing(**before)
-        value = metrics[self.metric][self.over]
+        metric = self.measured(metrics)
+        value = metrics[metric][self.over]
         if not math.isfinite(value):
             return self._no_better(old, number, None)
-        sign = -1 if lower_is_better(self.metric) else 1
+        sign = -1 if lower_is_better(metric) else 1
         if healthy and (old.value is None or sign * (value - old.value) > self.delta):
             return Standing(number, value, number, value)
         return self._no_better(old, number, value)

@@ -147,7 +147,7 @@ def _evaluate(job: Job, task: Task, states: ClientStates) -> TaskResult:
         figures = evaluate_newcomer(job, task.client, published, task.round)
     else:
         private = _decoded(job, task.client, states.read(task.client))
-        score = own_pairs(job, task.client, task.split or job.split)
+        score = own_pairs(job, task.client, task.split or job.evaluate.split)
         figures = evaluate_client(job, task.client, private, published, task.round, score)
         if job.answers is not None:
             note = job.answers(task.client, private, published, task.round)

@@ -130,7 +130,7 @@ def read_figures(
         figures[name] = float(value)
     if count is None:
         return figures, ""
-    pairs = getattr(job.trainers.clients[client], split or job.split)
+    pairs = getattr(job.trainers.clients[client], split or job.evaluate.split)
     if not _is_number(count) or not 1 <= count <= pairs:
         return {}, f"'not_finite' is not a number from 1 to {pairs}, its number of pairs"
     return figures | {"not_finite": float(count)}, ""

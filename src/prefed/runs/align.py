@@ -322,7 +322,7 @@ class _Source:
         trained = tokens.prompts[np.concatenate([data.train for data in clients.values()])]
         taste = self.config.taste or ""
         named = [taste] if taste in clients else job.evaluation_clients
-        rows = np.concatenate([getattr(clients[client], job.split) for client in named])
+        rows = np.concatenate([getattr(clients[client], job.evaluate.split) for client in named])
         rows = rows[~np.isin(tokens.prompts[rows], trained)]
         return [tokens.record(row) for row in rows[:: -(-len(rows) // UNSEEN) or 1]]
 

@@ -365,7 +365,11 @@ def _limit(experiment: Experiment, job: Job) -> int:
     dataset = cast(PairTrainerFactory, job.trainers).dataset
     if not dataset.has_pairs:
         return TOKENS[1]
-    held = [getattr(dataset.clients[c], job.split) for c in job.evaluation_clients if c in dataset.clients]
+    held = [
+        getattr(dataset.clients[c], job.evaluate.split)
+        for c in job.evaluation_clients
+        if c in dataset.clients
+    ]
     if not (rows := [row for each in held for row in each]):
         return TOKENS[1]
     return int(np.clip(2 * dataset.tokens.lengths[rows][:, 1].max(), *TOKENS))
@@ -386,10 +390,10 @@ def held_out_prompts(job: Job, count: int, how: Sampling, *, own: bool) -> list[
     if not count or not dataset.has_pairs:
         return []
     holders = {
-        client: iter(getattr(dataset.clients[client], job.split).tolist())
+        client: iter(getattr(dataset.clients[client], job.evaluate.split).tolist())
         for client in job.evaluation_clients
         if client in dataset.clients
-        and job.privacy.may_report(getattr(job.trainers.clients[client], job.split))
+        and job.privacy.may_report(getattr(job.trainers.clients[client], job.evaluate.split))
     }
     found, seen = list[_Asked](), set[tuple[int, ...]]()
     while holders and len(found) < count:

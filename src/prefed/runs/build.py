@@ -20,7 +20,6 @@ from prefed.data.tokens import thumbs
 from prefed.engines import JobFactory
 from prefed.engines.diagnostics import Diagnostics
 from prefed.engines.job import Job, JobError
-from prefed.engines.stopping import Stopping
 from prefed.merge import Aggregator, TooFewUploads
 from prefed.merge.rules import check_upload_count
 from prefed.methods import TrainingSettings, to_neighbours
@@ -32,7 +31,6 @@ from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.reference import reference_folder
 from prefed.train.loss_trainer import check_feedback
 from prefed.train.losses import OBJECTIVES
-from prefed.train.metrics import find_metrics
 from prefed.train.pair_trainer import PairTrainerFactory
 
 if TYPE_CHECKING:
@@ -241,25 +239,18 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
             method=method,
             seed=experiment.seed,
             rounds=experiment.rounds,
-            cohort=experiment.cohort.of(len(trainers.clients) - len(unseen)),
-            evaluate_every=evaluate.every,
-            split=evaluate.split,
-            evaluation_cohort=evaluate.clients,
+            cohort=experiment.cohort,
+            evaluate=evaluate,
             beta=evaluate.beta or float(getattr(settings, "beta", 0.1)),
             state_dtype=getattr(torch, experiment.engine.state_dtype),
             unseen=unseen,
-            unseen_steps=tuple(evaluate.unseen_steps),
-            unseen_pairs=tuple(evaluate.unseen_pairs),
             untouched=backbone.reference,
             privacy=experiment.privacy,
             fleet=experiment.fleet,
             work=_work(settings, trainers, unseen),
             graph=graph,
             diagnostics=_diagnostics(experiment),
-            sampling=experiment.cohort.sampling,
-            stop=_stopping(experiment),
-            offences=experiment.cohort.offences,
-            metrics=find_metrics(evaluate.metrics),
+            stop=experiment.stop,
             thumbs=settings.unpaired,
         )
     except JobError as error:
@@ -289,16 +280,6 @@ def _diagnostics(experiment: Experiment) -> Diagnostics | None:
         raise ConfigError("[evaluate] diagnose: objective 'ppo' has no gradient on given pairs; leave it out")
     uniform = experiment.whole_graph is not None or experiment.merge.weights == "uniform"
     return Diagnostics(evaluate.diagnose, evaluate.diagnostic_pairs, goal, settings.step_pairs(), uniform)
-
-
-def _stopping(experiment: Experiment) -> Stopping | None:
-    """Return the early stopping of ``[stop]``; its loss is the loss that an evaluation reports."""
-    stop = experiment.stop
-    if stop is None:
-        return None
-    loss = "choice_loss" if experiment.method.kind.reads == "choice" else "dpo_loss"
-    metric = loss if stop.metric == "loss" else stop.metric
-    return Stopping(metric, stop.over, stop.patience, stop.delta)
 
 
 def _work(

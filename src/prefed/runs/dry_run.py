@@ -385,7 +385,7 @@ def _evaluation(job: Job, trial: Trial, server: State) -> float:
     for clients in (job.evaluation_clients, job.newcomers):
         if not clients:
             continue
-        pairs = {client: getattr(job.trainers.clients[client], job.split) for client in clients}
+        pairs = {client: getattr(job.trainers.clients[client], job.evaluate.split) for client in clients}
         mean = sum(pairs.values()) / len(pairs)
         client = min(clients, key=lambda name: abs(pairs[name] - mean))
         message = encode(job.method.publish(server, client))

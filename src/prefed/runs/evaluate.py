@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from prefed.core.text import pluralize
 from prefed.engines.evaluation import Score, evaluate_client, evaluate_newcomer, pair_figures
@@ -81,7 +81,8 @@ def evaluate(
         RunError: there is no such client.
         ValueError: no client has enough pairs in the split (at least 1, and ``[privacy] minimum_pairs``).
     """
-    job = replace(run.job, split=cast(Any, split), evaluation_cohort=None)
+    everybody = run.job.evaluate.model_copy(update={"split": split, "clients": None})
+    job = replace(run.job, evaluate=everybody)
     names = [run.check(client) for client in clients] if clients else list(run.clients)
     with_pairs = {*job.evaluation_clients, *job.newcomers}
     evaluated = [client for client in names if client in with_pairs]

@@ -93,7 +93,7 @@ def _best(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord]) -> dict[st
     if job.stop is None or best is None:
         return {}
     told: dict[str, Any] = {
-        "metric": job.stop.metric,
+        "metric": job.stop.measured(rounds[-1].get("evaluation", {})),
         "over": job.stop.over,
         "split": "validation",
         "stopped": writer.stopped,

@@ -531,7 +531,7 @@ def measured_tastes(job: Job, goal: Objective, server: State, states: ClientStat
         state = states.read(client)
         return job.method.init_client(job.trainers.initial, client) if state is None else decode_state(state)
 
-    tastes = measure_tastes(job, backbone, goal, server, private, job.split, MOST)
+    tastes = measure_tastes(job, backbone, goal, server, private, job.evaluate.split, MOST)
     return None if tastes is None else _rounded(tastes.plain())
 
 

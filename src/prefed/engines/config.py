@@ -1,0 +1,108 @@
+"""The tables ``[cohort]`` and ``[evaluate]``: who takes part in a round, and how models are evaluated."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from prefed.core.strict_settings import StrictModel
+
+
+class CohortConfig(StrictModel):
+    """Number and sampling of the clients that take part in a round.
+
+    >>> CohortConfig(fraction=0.1).of(53), CohortConfig().of(53)
+    (5, None)
+    """
+
+    size: int | None = Field(None, ge=1, description="clients per round; default without fraction: all")
+    fraction: float | None = Field(None, gt=0, le=1, description="share of the clients, instead of size")
+    sampling: Literal["fixed", "poisson"] = Field(
+        "fixed",
+        description="fixed: exactly size clients, sampled without replacement; poisson: each client "
+        "independently, all with the same probability, so that size is the expected number",
+    )
+    offences: int | None = Field(
+        None,
+        ge=1,
+        description="invalid uploads after which the server excludes a client; default: no limit",
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> CohortConfig:
+        if self.size is not None and self.fraction is not None:
+            raise ValueError("give size or fraction, not both")
+        if self.sampling == "poisson" and self.size is None and self.fraction is None:
+            raise ValueError("sampling = 'poisson' requires size or fraction: set one of them")
+        return self
+
+    def of(self, clients: int) -> int | None:
+        """Clients per round out of ``clients`` in total; at least one, ``None`` for all."""
+        return self.size if self.fraction is None else max(1, round(self.fraction * clients))
+
+
+class EvaluateConfig(StrictModel):
+    """Evaluation of the clients' models on their own pairs."""
+
+    every: int = Field(1, ge=0, description="rounds between evaluations; 0: only after the last round")
+    split: Literal["test", "validation"] = Field(
+        "test", description="the pairs that clients are evaluated on"
+    )
+    clients: int | None = Field(
+        None, ge=1, description="maximum number of clients to evaluate, the same ones each time; default: all"
+    )
+    beta: float | None = Field(
+        None, gt=0, description="beta of the reported DPO loss; default: the method's, else 0.1"
+    )
+    text: int | None = Field(
+        None,
+        ge=0,
+        description="held-out prompts that the base model, the shared one and clients' own answer at every "
+        "evaluation, to measure the health of their text; default: with a chat model 10, and only after the "
+        "last round (with [stop]: at every evaluation), else 0",
+    )
+    diagnose: int | None = Field(
+        None,
+        ge=1,
+        description="rounds between diagnostics: the global objective's loss and gradient, how "
+        "much clients' gradients differ, their variance; default: none",
+    )
+    diagnostic_pairs: int | None = Field(
+        None, ge=2, description="training pairs per client for diagnostics; default: all"
+    )
+    metrics: list[str] = Field(
+        [], description="additional metrics, from outside prefed; see the page on adding a method"
+    )
+    unseen: int | list[str] = Field(
+        0, description="clients that never train, by number or by id; evaluated separately, as newcomers"
+    )
+    unseen_steps: list[int] = Field(
+        [0],
+        description="numbers of local steps of a newcomer on its own pairs before its evaluation; one "
+        "metric each, of methods that train newcomers; 0 for all methods",
+    )
+    unseen_pairs: list[int] = Field(
+        [],
+        description="for methods that adapt to a newcomer from a few pairs: numbers of pairs to infer its "
+        "taste from (fedvpl, fedvpa) or to fit its weights to (lore, pal); one metric each",
+    )
+
+    @field_validator("metrics")
+    @classmethod
+    def _found(cls, value: list[str]) -> list[str]:
+        if value:
+            from prefed.train.metrics import find_metrics
+
+            find_metrics(value)
+        return value
+
+    @model_validator(mode="after")
+    def _newcomers(self) -> EvaluateConfig:
+        if isinstance(self.unseen, int) and self.unseen < 0:
+            raise ValueError("unseen must be a number of clients, 0 or more, or a list of their ids")
+        if not self.unseen_steps or min(self.unseen_steps) < 0:
+            raise ValueError("unseen_steps must list numbers of local steps, 0 or more")
+        if any(pairs < 1 for pairs in self.unseen_pairs):
+            raise ValueError("unseen_pairs must list numbers of pairs, 1 or more")
+        return self
