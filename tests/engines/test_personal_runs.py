@@ -207,7 +207,7 @@ def test_a_run_ends_with_what_is_personal_in_it(place):
         print_result(summary_of(place / name), console)
         text = console.export_text()
         assert re.search(pattern, text)
-        assert ("reward head" in text) == (name == "fedpdpo")
+        assert ("explicit margin" in text) == (name == "fedpdpo")
         page = render(read_run(place / name))
         assert ("Personalised layers" in page) == (name != "fedpdpo")
         assert ("Metrics of the explicit reward head" in page) == (name == "fedpdpo")
