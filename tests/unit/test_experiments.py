@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import runpy
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,9 @@ from typer.testing import CliRunner
 from commands import sweep_command
 from experiment_scripts import EXPERIMENTS, rows, script
 from prefed import run
+from prefed.align.judge import Question
 from prefed.config import Experiment
+from prefed.config.align import JudgeOptions
 from prefed.config.experiment_table import load_table
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
@@ -513,3 +516,24 @@ def test_policies_with_faults_and_an_interval_over_seeds(tmp_path):
     printed = script("smollm2/policies.py", *(tmp_path / f"oracle-{seed}" for seed in (1, 2, 3)))
     assert "| oracle | 2 | 0.500, 0.625 | 70.0% [60.0, 80.0] | 4 | 1 (0) | 1 (0) | 1 (0) |" in printed
     assert "oracle: 70.0%, 95% interval over 3 seeds 45.2% to 94.8%" in printed
+
+
+def test_policies_are_aligned_with_defaults_and_a_program_can_label():
+    """Four labellers of three tastes. For the program, answers of three words tie, and no answer loses."""
+    table = EXPERIMENTS / "smollm2/align.toml"
+    cells = load_table(table).cells(table)
+    labellers = ("fedvpa", "oracle", "fedbis", "fedbiscuit")
+    assert set(cells) == {f"{taste}-{name}" for taste in ("brief", "formal", "lists") for name in labellers}
+    for name, cell in cells.items():
+        align, (taste, labeller) = cell.experiment().align, name.split("-")
+        assert align.model_fields_set == {"prompts"} | (
+            {"labels", "judge"} if labeller == "oracle" else set()
+        )
+        assert align.judge is None or align.judge.taste == taste
+    oracle = runpy.run_path(str(table.with_name("oracle.py")))["JUDGE"]("", JudgeOptions(taste="brief"))
+    pairs = [("Go to bed.", "Go."), ("Go to bed.", "Get up early."), ("", "Get up early.")]
+    assert [v.preference for v in oracle.compare(Question("Why?", *pair) for pair in pairs)] == [
+        0.0,
+        0.5,
+        0.0,
+    ]

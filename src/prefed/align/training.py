@@ -66,7 +66,7 @@ def best_epoch(history: Sequence[Mapping[str, Any]]) -> int:
 
 
 def kept_epoch(history: list[dict[str, Any]], callback: Callback) -> int:
-    """Return :func:`best_epoch`, with a warning if it is worse than the initial policy."""
+    """Return :func:`best_epoch`, with a warning if it may be worse than the initial policy."""
     kept, worse = best_epoch(history), []
     (epoch,) = (each for each in history if each["epoch"] == kept)
     text = epoch.get("text")
@@ -81,8 +81,9 @@ def kept_epoch(history: list[dict[str, Any]], callback: Callback) -> int:
         worse.append(f"the labeller prefers only {share:.1%} of its answers to held-out prompts")
     if worse:
         callback.on_warning(
-            f"the kept adapter is worse than the initial policy: {', and '.join(worse)}; lower align.lr, or "
-            'use align.objective = "rpo" with a larger align.objective_settings.alpha'
+            f"the kept adapter may be worse than the initial policy: {', and '.join(worse)}; read some "
+            'answers (prefed generate), lower align.lr, or use align.objective = "rpo" with a larger '
+            "align.objective_settings.alpha"
         )
     return kept
 
