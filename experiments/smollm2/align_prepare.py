@@ -23,8 +23,18 @@ from prefed.models.tiny import make_tiny
 
 HERE = Path(__file__).resolve().parent
 SKILLS = (
-    *("reading", "hiking", "skiing", "fishing", "climbing", "surfing", "typing", "knitting", "yoga", "chess"),
-    *("sailing", "hunting", "camping", "acting", "coding", "rowing", "skating", "studying", "networking"),
+    *("reading", "hiking", "editing", "budgeting", "poker", "surfing", "typing", "knitting", "yoga", "chess"),
+    *(
+        "sailing",
+        "hunting",
+        "camping",
+        "investing",
+        "tennis",
+        "hosting",
+        "marketing",
+        "studying",
+        "networking",
+    ),
     *("listening", "cleaning", "planning", "debating", "golf"),
 )
 ASKED = ("How do I get better at {}?", "Can you teach me {}?")

@@ -4,8 +4,8 @@
 
 The runs of one row of the table, one per seed. The policy and the base model answer the first ``--prompts``
 questions of ``answers.prompts.jsonl`` greedily, within the alignment's limit of tokens. ``best of 4`` is what
-the run's labeller picks from four samples of the base model, without training. Win rates are those of
-``answers_table.py``, by the utility of ``answers.py``; brackets are 95% intervals over seeds (Student's t).
+the run's labeller picks from four samples of the base model, without training. Win rates are by
+the utility of ``answers.py``; brackets are 95% intervals over seeds (Student's t).
 A row has the run, both win rates, the share of labels on the policy's own completions that agree with the
 utility, for base model and policy the shares that end and loop, surprise and words, and the seconds of
 ``prefed align``. ``--show`` prints the first five answers of the first run.
@@ -22,10 +22,8 @@ from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 import answers
-import answers_table
 
 from prefed.align import Selectors
 from prefed.align.policy import load_base
@@ -33,7 +31,7 @@ from prefed.core import Key
 from prefed.data import Message, Record, Template
 from prefed.models import Backbone
 from prefed.models.pretrained import with_dtype
-from prefed.runs.finished_run import Answer, read_run
+from prefed.runs.finished_run import read_run
 from prefed.runs.labels import selectors_of
 from prefed.runs.loaded_run import load_run, recorded_experiment
 from prefed.train.generation import (
@@ -65,7 +63,7 @@ class Run:
     @cached_property
     def taste(self) -> str:
         """The taste of the clients."""
-        found = re.search(r"answers\.(\w+)\.\w+\.train", str(read_run(self.path).config["data"]["train"]))
+        found = re.search(r"answers\.(\w+)\.", str(read_run(self.path).config["data"]["train"]))
         if found is None:
             raise SystemExit(f"{self.path}: not a run of align.toml")
         return found[1]
@@ -152,19 +150,10 @@ class Run:
 
 
 def win_rate(run: Run, texts: Sequence[str], base: Sequence[WrittenAnswer]) -> float:
-    """The win rate of texts over the base model's answers."""
-
-    def rows(model: Literal["shared", "untouched"], answered: Sequence[str]) -> list[Answer]:
-        return [
-            Answer(round=1, model=model, prompt=question, text=text)
-            for question, text in zip(run.questions, answered, strict=True)
-        ]
-
-    return fmean(
-        answers_table.wins(
-            run.taste, run.taste, rows("shared", texts), rows("untouched", [a.text for a in base])
-        )
-    )
+    """The win rate of texts over the base model's answers; a tie is half a win."""
+    utilities = [answers.utility(run.taste, text) for text in texts]
+    before = [answers.utility(run.taste, answer.text) for answer in base]
+    return fmean((float(a > b) + float(a >= b)) / 2 for a, b in zip(utilities, before, strict=True))
 
 
 def main() -> None:

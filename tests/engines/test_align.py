@@ -22,6 +22,7 @@ from finished import small_experiment
 from prefed.align import AlignError, align, completions
 from prefed.align.alignment import write_pairs
 from prefed.align.held_out import HeldOutAnswers
+from prefed.align.labels import clearest
 from prefed.align.run import STAGES, begun
 from prefed.align.stages import run_stages
 from prefed.align.training import best_epoch, kept_epoch, label_trainer
@@ -521,7 +522,8 @@ def test_no_end_is_put_after_a_completion_that_was_cut(alignment, monkeypatch):
 
 
 def test_the_clearest_pair_of_each_prompt_is_kept(alignment):
-    """Of at most three labels per prompt, the one with the largest margin; none is in the lowest quarter."""
+    """Of at most three labels per prompt, the one with the largest margin; none is in the lowest quarter. The
+    policy ends none of these completions; if it ends some, the chosen ones are among them."""
     (alignment.folder / "stages").mkdir(parents=True)
     run_stages(alignment, STAGES[:4])
     everything = rows(alignment.folder, "labels.jsonl")
@@ -535,6 +537,9 @@ def test_the_clearest_pair_of_each_prompt_is_kept(alignment):
     assert {row["index"]: row["margin"] for row in kept} == largest
     assert {row["index"] for row in kept} == {r["index"] for r in everything if r["margin"] >= least}
     assert (figures["labelled"], figures["near_ties"]) == (len(kept), len(everything) - len(kept))
+    assert not any(row["ended"][0] for row in everything)
+    some = [{**row, "ended": (row["index"] % 3 > 0, True)} for row in everything]
+    assert {row["index"] % 3 for row in clearest(some)} == {1, 2}
 
 
 @pytest.mark.parametrize(("cut", "limit"), [(1, 9), (2, 40)])

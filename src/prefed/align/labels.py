@@ -120,11 +120,14 @@ def clearest(labels: Sequence[LabelRow]) -> list[LabelRow]:
     """Return for each prompt the label with the largest margin, unless it is in the lowest quarter of all.
 
     The quarter is the scorer's own scale: log-odds of selectors and scores of judges have no common one.
+    Labels whose chosen completion was cut are left out, unless all are such: they teach not to end.
 
-    >>> rows = [{"index": i, "margin": m} for i, m in ((0, 1.0), (0, 4.0), (1, 0.2), (2, 3.0), (2, 2.0))]
-    >>> clearest(rows)
-    [{'index': 0, 'margin': 4.0}, {'index': 2, 'margin': 3.0}]
+    >>> pairs = ((0, 1), (0, 4), (1, 0), (2, 3), (3, 9))
+    >>> rows = [{"index": prompt, "margin": m, "ended": (prompt < 3, True)} for prompt, m in pairs]
+    >>> [row["margin"] for row in clearest(rows)], [row["margin"] for row in clearest(rows[4:])]
+    ([4, 3], [9])
     """
+    labels = [row for row in labels if row["ended"][0]] or labels
     best = dict[int, LabelRow]()
     for row in labels:
         if row["index"] not in best or row["margin"] > best[row["index"]]["margin"]:
