@@ -2,6 +2,7 @@
 
 import json
 import stat
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from prefed.runs.export import Export
 from prefed.runs.responses import Models
 from prefed.train.generation import Sampling
 from prefed.ui.pages.card import model_card
+from prefed.ui.pages.outcomes import answers
 from prefed.ui.pages.page import public_page, render, write_page
 from workers import make_place
 
@@ -106,6 +108,18 @@ def test_more_rounds_leave_no_answers_of_what_was_the_last(place, finished, tmp_
     run(fedper(place, rounds=3), tmp_path / "run")
     run(fedper(place, rounds=4), tmp_path / "run", resume=True)
     assert {row["round"] for row in rows(tmp_path / "run")} == {0, 1, 2, 4}
+
+
+def test_cut_answers_are_marked(finished):
+    """Runs of earlier versions do not say which answers ended: none of theirs is marked."""
+    record = read_run(finished)
+    some = [row for row in record.answers if row.holder is None and row.prompt == record.answers[0].prompt]
+    for ended, words in ((True, ""), (False, " [cut]"), (None, "")):
+        changed = [row.model_copy(update={"text": "We go", "ended": ended}) for row in some]
+        first, *_ = answers(SimpleNamespace(answers=tuple(changed)))
+        assert [texts for _, texts, _ in first.rows] == [["We go" + words] * len(first.heads)]
+        assert ("[cut] marks answers" in first.note) == bool(words)
+        assert first.note.endswith("No client uses the shared model by itself: each has its own.")
 
 
 def test_page_and_cards_show_them_and_a_public_page_does_not(finished, tmp_path):

@@ -341,7 +341,8 @@ def test_the_seed_decides_the_deal(build):
         (
             {"partition": BY_WORKER},
             r"rows 1 to 10: no row has the column 'worker' of \[data\.partition\] column; "
-            r"other columns: score; add it, or shuffle the rows: \[data\] partition = "
+            "other columns: score; set it to the one that names the client, add the column, or shuffle the "
+            r"rows: \[data\] partition = "
             '{by = "iid", clients = 10}$',
         ),
         (

@@ -459,7 +459,10 @@ def _without_column(config: DataConfig) -> str:
         return ""
     folder = Path(train.path).expanduser()
     if not folder.is_dir() or len(data_files(folder, train.split or "train")) < 2:
-        return '; add it, or shuffle the rows: [data] partition = {by = "iid", clients = 10}'
+        return (
+            "; set it to the one that names the client, add the column, or shuffle the rows: "
+            '[data] partition = {by = "iid", clients = 10}'
+        )
     return '; if each file contains the rows of one client, set [data] partition = {by = "file"}'
 
 

@@ -159,6 +159,7 @@ def demo(
     for part in answers(record)[:1]:
         for prompt, texts, _ in part.rows:
             print_responses(prompt, dict(zip(part.heads, texts, strict=True)), console)
+        console.print(part.note, markup=False, soft_wrap=True, style="dim")
     write_page(record, page)
     console.print(f"report: {page}\nadapter: {result.adapter or 'none: see `prefed export`'}", markup=False)
     again = f"prefed run {quote(str(file))}"

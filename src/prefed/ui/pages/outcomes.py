@@ -215,22 +215,29 @@ def _to_held_out(run: RunRecord) -> list[Examples]:
         (f"{client}: {prompt}", [texts[model, prompt] for model in models], "")
         for prompt, client in list(holders.items())[:FIRST]
     ]
-    note = (
-        f"Answers after {pluralize(last, 'round', 'rounds')} to the first {len(shown)} of {len(holders)} "
-        "held-out prompts. Each token is the most likely one."
-    )
+    after = f"Answers after {pluralize(last, 'round', 'rounds')} to the first {len(shown)} of {len(holders)}"
+    note = f"{after} held-out prompts. {_reading(rows)}"
     return [Examples("Held-out prompts", note, [_COLUMNS[model] for model in models], shown)]
 
 
 def _marked(row: Answer) -> str:
     """An answer, with a mark where it was cut at the limit of tokens."""
-    return _short(row.text if row.ended else f"{row.text.rstrip()} [cut]")
+    return _short(f"{row.text.rstrip()} [cut]" if row.ended is False else row.text)
+
+
+def _reading(rows: Sequence[Answer]) -> str:
+    """How to read the answers."""
+    cut = any(row.ended is False for row in rows)
+    note = "Each token is the most likely one."
+    note += " [cut] marks answers that were cut at the limit of tokens." if cut else ""
+    own = {"shared", "own"} <= {row.model for row in rows}
+    return f"{note} No client uses the shared model by itself: each has its own." if own else note
 
 
 def _to_report(run: RunRecord) -> list[Examples]:
     """All models after the last round, then each of them round by round."""
     rows = [row for row in run.answers if row.holder is None]
-    texts = {((row.model, row.client), row.round, row.prompt): _short(row.text) for row in rows}
+    texts = {((row.model, row.client), row.round, row.prompt): _marked(row) for row in rows}
     prompts = dict.fromkeys(prompt for _, _, prompt in texts)
     last = max((number for _, number, _ in texts), default=0)
     models = {model: answering(*model) for model, number, _ in texts if number == last}
@@ -242,7 +249,7 @@ def _to_report(run: RunRecord) -> list[Examples]:
 
     if not last:
         return [beside("", "", untouched)] if texts else []
-    note = f"After {pluralize(last, 'round', 'rounds')}. Each token is the most likely one."
+    note = f"After {pluralize(last, 'round', 'rounds')}. {_reading(rows)}"
     parts = [beside("", note, untouched | {name: (model, last) for model, name in models.items()})]
     for model, name in models.items():
         rounds = sorted({number for own, number, _ in texts if own == model})
