@@ -68,11 +68,6 @@ class Run:
             raise SystemExit(f"{self.path}: not a run of align.toml")
         return found[1]
 
-    @cached_property
-    def oracle(self) -> bool:
-        """Whether the program labels."""
-        return "judge" in str(read_run(self.path).config["align"].get("labels"))
-
     def backbone(self, adapter: Path | None) -> Backbone:
         """The base model, with an adapter merged into its weights."""
         experiment = recorded_experiment(read_run(self.path))
@@ -122,23 +117,21 @@ class Run:
                 found[k] = self.base.tokenizer.decode(each.tokens, skip_special_tokens=True)
         return [[found[k * SAMPLES + j] for j in range(SAMPLES)] for k in range(len(self.questions))]
 
-    def best_of(self, selectors: Selectors | None) -> list[str]:
+    def best_of(self, selectors: Selectors) -> list[str]:
         """The sample of each question that the labeller prefers to the others, by summed log-odds."""
         picked = []
         for question, texts in zip(self.questions, self.samples(), strict=True):
-            points = [answers.utility(self.taste, text) for text in texts]
-            if selectors is not None:
-                pairs = [
-                    (i, j)
-                    for i, j in combinations(range(SAMPLES), 2)
-                    if texts[i].strip() and texts[j].strip() and texts[i].strip() != texts[j].strip()
-                ]
-                records = [Record((Message("user", question),), texts[i], texts[j]) for i, j in pairs]
-                points = [0.0 if text.strip() else -float("inf") for text in texts]
-                asked, scores = selectors.scores(records)
-                for row, score in zip(asked, scores.mean(0), strict=True):
-                    i, j = pairs[row]
-                    points[i], points[j] = points[i] + score, points[j] - score
+            pairs = [
+                (i, j)
+                for i, j in combinations(range(SAMPLES), 2)
+                if texts[i].strip() and texts[j].strip() and texts[i].strip() != texts[j].strip()
+            ]
+            records = [Record((Message("user", question),), texts[i], texts[j]) for i, j in pairs]
+            points = [0.0 if text.strip() else -float("inf") for text in texts]
+            asked, scores = selectors.scores(records)
+            for row, score in zip(asked, scores.mean(0), strict=True):
+                i, j = pairs[row]
+                points[i], points[j] = points[i] + score, points[j] - score
             picked.append(texts[points.index(max(points))])
         return picked
 
@@ -171,9 +164,8 @@ def main() -> None:
     for path in args.runs:
         run = Run(path, questions)
         base, own = run.write(run.base), run.write(run.backbone(path / "align/adapter"))
-        selectors = None if run.oracle else selectors_of(load_run(path))
         rates[path.name] = win_rate(run, [answer.text for answer in own], base)
-        picks[path.name] = win_rate(run, run.best_of(selectors), base)
+        picks[path.name] = win_rate(run, run.best_of(selectors_of(load_run(path))), base)
         cells = [path.name, f"{rates[path.name]:.1%}", f"{picks[path.name]:.1%}", f"{run.right_labels():.1%}"]
         for written in (base, own):
             health = text_health(written)

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import runpy
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -16,9 +15,7 @@ from typer.testing import CliRunner
 from commands import sweep_command
 from experiment_scripts import EXPERIMENTS, rows, script
 from prefed import run
-from prefed.align.judge import Question
 from prefed.config import Experiment
-from prefed.config.align import JudgeOptions
 from prefed.config.experiment_table import load_table
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
@@ -518,22 +515,13 @@ def test_policies_with_faults_and_an_interval_over_seeds(tmp_path):
     assert "oracle: 70.0%, 95% interval over 3 seeds 45.2% to 94.8%" in printed
 
 
-def test_policies_are_aligned_with_defaults_and_a_program_can_label():
-    """Four labellers of three tastes. For the program, answers of three words tie, and no answer loses."""
+def test_policies_are_aligned_with_defaults():
+    """Three labellers of three tastes."""
     table = EXPERIMENTS / "smollm2/align.toml"
     cells = load_table(table).cells(table)
-    labellers = ("fedvpa", "oracle", "fedbis", "fedbiscuit")
+    labellers = ("fedvpa", "fedbis", "fedbiscuit")
     assert set(cells) == {f"{taste}-{name}" for taste in ("brief", "formal", "lists") for name in labellers}
     for name, cell in cells.items():
-        align, (taste, labeller) = cell.experiment().align, name.split("-")
-        assert align.model_fields_set == {"prompts"} | (
-            {"labels", "judge"} if labeller == "oracle" else set()
-        )
-        assert align.judge is None or align.judge.taste == taste
-    oracle = runpy.run_path(str(table.with_name("oracle.py")))["JUDGE"]("", JudgeOptions(taste="brief"))
-    pairs = [("Go to bed.", "Go."), ("Go to bed.", "Get up early."), ("", "Get up early.")]
-    assert [v.preference for v in oracle.compare(Question("Why?", *pair) for pair in pairs)] == [
-        0.0,
-        0.5,
-        0.0,
-    ]
+        experiment = cell.experiment()
+        assert experiment.align.model_fields_set == {"prompts"}
+        assert f"{name.partition('-')[0]}.train" in experiment.data.train.path
