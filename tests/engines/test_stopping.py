@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import toy
@@ -127,9 +127,10 @@ def test_a_run_without_validation_pairs_is_not_judged():
     st.floats(0, 0.5, width=16),
     st.none() | st.integers(1, 4),
 )
+@example([0.5, 0.75, 0.75], "preference_accuracy", 0.25, None)
 def test_the_rule_against_one_that_looks_at_all_values(values, metric, delta, patience):
     """Oracle: after each value, walk over all of them from the first. A NaN is not better
-    than any other; of a loss less is better."""
+    than any other; of a loss less is better. The example improves by no more than the minimum."""
     chosen = "loss" if metric == "dpo_loss" else metric
     rule, standing = StopConfig(metric=chosen, over="worst", patience=patience, delta=delta), None
     for number, value in enumerate(values, 1):
