@@ -30,7 +30,7 @@ BIN  := $(VENV)/bin
 PIP   = $(BIN)/python -m pip --disable-pip-version-check
 WITH  = $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help install demo test test-all lint format docs bench dist lock matrix test-processors wheelhouse clean
+.PHONY: help install demo test test-all suite lint format docs bench dist lock matrix test-processors wheelhouse clean
 .DEFAULT_GOAL := help
 
 help:
@@ -58,9 +58,13 @@ $(VENV)/.released: $(VENV)/.installed
 demo: install
 	OMP_NUM_THREADS=1 $(BIN)/prefed demo
 
-# Some hundred modules are compiled once, and not by each of the processes that tests start.
+# mypy has one process, so the suite does not wait for it.
 test-all: CASES = --all
-test test-all: lint
+test test-all: install
+	@$(MAKE) --no-print-directory --jobs 2 CASES="$(CASES)" lint suite
+
+# Some hundred modules are compiled once, and not by each of the processes that tests start.
+suite: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(CASES) --numprocesses $(JOBS) --dist worksteal
 
 lint: install

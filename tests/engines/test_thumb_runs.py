@@ -159,6 +159,7 @@ def numbers(summary):
     return {name: value for name, value in summary.items() if name in THUMBS | REWARDS | {"loss", "bytes"}}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_two_workers_and_a_resumed_run_give_the_run_of_one_process(place, tmp_path):
     """Bit for bit: thumbs, their KL divergences and the rewards of the metrics are the same."""
     tree = experiment(place)
