@@ -348,7 +348,7 @@ MUTANTS = tuple(
             "core/random_keys.py",
             'f"{name!r}={value!r}"',
             "repr(name)",
-            "unit/test_seeds.py unit/test_data_partition.py",
+            "unit/test_random_keys.py",
         ),
         (
             "store/commit.py",

@@ -6,7 +6,7 @@ import pytest
 from prefed.core import Key
 from prefed.data import DataError, partition
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin
-from prefed.data.partition import RowTable, assign_clients, partition_value
+from prefed.data.partition import RowTable, assign_clients, first_kind_count, partition_value
 from prefed.data.record import Record
 
 
@@ -104,6 +104,11 @@ def test_conflict_gives_each_kind_its_category():
     assert assignment.ids[0] == "helpful-0"
     assert assignment.ids[-1] == "harmless-2"
     assert assignment.flipped == frozenset()
+
+
+def test_how_many_clients_are_of_the_first_kind():
+    """The ratio of them, rounded half up, and at least one of each kind."""
+    assert [first_kind_count(5, ratio) for ratio in (0.5, 0.48, 0.01, 0.99)] == [3, 2, 1, 4]
 
 
 def test_conflict_by_flipping():

@@ -1,0 +1,12 @@
+"""Keys of random draws."""
+
+import hashlib
+
+from prefed.core import Key
+
+
+def test_a_stream_is_the_hash_of_seed_and_path():
+    """The definition, written out: 63 bits of SHA-256 of the seed and the steps, separated by U+001F."""
+    digest = hashlib.sha256(b"7\x1f'round'=3\x1f'client'='a'\x1f'batches'").digest()
+    key = Key(7).at("round", 3).at("client", "a").at("batches")
+    assert key.number() == int.from_bytes(digest[:8], "big") >> 1
