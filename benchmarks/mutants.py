@@ -348,7 +348,7 @@ MUTANTS = tuple(
             "core/random_keys.py",
             'f"{name!r}={value!r}"',
             "repr(name)",
-            "unit/test_random_keys.py",
+            "unit/test_seeds.py unit/test_data_partition.py",
         ),
         (
             "store/commit.py",
@@ -368,7 +368,12 @@ MUTANTS = tuple(
 
 def copy(folder: Path) -> Path:
     """Copy the tree without what was built, next to the same shared folder."""
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "site", "build", "dist")
+    built = shutil.ignore_patterns(".*", "runs", "site", "build", "dist")
+    cached = shutil.ignore_patterns("__pycache__")
+
+    def ignored(place: str, names: list[str]) -> set[str]:
+        return (built if Path(place) == ROOT else cached)(place, names)
+
     tree = Path(shutil.copytree(ROOT, folder / ROOT.name, ignore=ignored))
     beside = ROOT.parent / "shared"
     if beside.exists():
