@@ -103,7 +103,7 @@ def command(*words, **environment):
     return subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment}, cwd=place)
 
 
-def test_a_file_trains_evaluates_exports_and_compares_in_other_processes(file, tmp_path):
+def test_a_file_trains_evaluates_exports_and_compares_in_other_processes(file, tmp_path, monkeypatch):
     """The method keeps the LoRA of block 0 on the client, so half the LoRA's parameters are sent."""
     out = tmp_path / "run"
     ended = command("run", file, "--out", out)
@@ -115,6 +115,7 @@ def test_a_file_trains_evaluates_exports_and_compares_in_other_processes(file, t
     source = plugins._find(str(tmp_path / "lg.py"))
     assert code == {str(tmp_path / "lg.py"): {"place": source.place, "version": "", "sha256": source.digest}}
     other = tmp_path / "other"
+    monkeypatch.chdir(tmp_path)
     for words in (
         ("export", out, "--out", tmp_path / "left", "--client", "left", "--card"),
         ("report", out),
