@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
+from benchmarks import zoo
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification, MixtralConfig
 from typer.testing import CliRunner
 
 from finished import small_experiment, small_place
-from prefed.models import ModelConfig, load_causal
+from prefed.core import Key
+from prefed.models import ModelConfig, load_causal, make_backbone
 from prefed.runs.memory_plan import FOUR_BITS, PlannedModel
 from prefed.train import packed
+from prefed.train.packed import PackedForward
 from prefed.train.pair_model import PairModel
 from prefed.ui.cli import app
 from small_models import VOCABULARY, Pair, Pairs, backbone, causal
@@ -111,6 +114,23 @@ def test_experts_in_any_dtype():
     frequencies = 2 * 4 * 4
     assert (wide.weights, narrow.weights) == (4 * real + frequencies, 2 * real + frequencies)
     assert 1.5 * narrow.kept < wide.kept <= 2 * narrow.kept
+
+
+@pytest.mark.parametrize("kind", ["dbrx", "longcat_flash", "doge"])
+def test_a_plan_of_code_that_depends_on_values(kind):
+    """Loops over the tokens of each expert, where autograd is again the oracle, and a mask of the model,
+    because of which a real one takes the plain path. The plan counts LongCat's experts without weights like
+    others; on a CPU its attention, whose keys and values differ in size, also keeps its weights."""
+    config = ModelConfig(name=kind, dtype="float32", device="cpu", lora={"rank": 3})
+    plan = PlannedModel(zoo.configuration(kind), config, frozenset({"lora"}), LongPairs())
+    model = make_backbone(zoo.make(kind), None, config, Key(1), frozenset({"lora"}))
+    model.train_only(model.layout.names)
+    pairs = PairModel(model, LongPairs(), max_tokens=1 << 30, fast=True)
+    assert not plan.packed
+    assert not isinstance(pairs.forward, PackedForward)
+    kept = kept_bytes(model, lambda: pairs.run(np.arange(3)))
+    low, high, weights = (1.0, 1.3, 4 * 6 * 4 * 71**2) if kind == "longcat_flash" else (0.9, 1.1, 0)
+    assert low < plan.step(np.arange(3)).kept / (kept - 4 * weights) < high
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

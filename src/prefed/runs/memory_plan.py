@@ -116,6 +116,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
+        self._experts = 1
         self._known: dict[int, weakref.ref[Any]] = {}
         for tensor in tensors:
             self._add(tensor.untyped_storage())
@@ -128,12 +129,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 0
         if func is _aten._to_copy.default and args[0].is_meta:
             kwargs["device"] = META  # no data that could be copied to the CPU
+        if func is _aten.nonzero.default and args[0].is_meta:
+            return self._nonzero(args[0])
         call = _WITHOUT_DATA.get(func, func) if args and getattr(args[0], "is_meta", False) else func
         result = call(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 self._add(tensor.untyped_storage())
         return result
+
+    def _nonzero(self, values: torch.Tensor) -> torch.Tensor:
+        """Return indices as families with loops over experts use them.
+
+        They look for experts with tokens, which are all of them, then for the tokens of each: all experts
+        have equally many.
+        """
+        if values.dim() == 1:
+            self._experts = len(values)
+        count = len(values) if values.dim() == 1 else math.ceil(values.numel() / self._experts)
+        return values.new_empty(count, values.dim(), dtype=torch.long)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, count = storage._cdata, storage.nbytes()
@@ -212,7 +226,8 @@ class PlannedModel:
             self.backbone = with_parts(wrapped, None, config, Key(0), needs, META)
         self._four_bits = config.quantize is not None
         self.backbone.train_only(self.backbone.layout.names)
-        self.pairs = PairModel(self.backbone, tokens, max_tokens=max_tokens, fast=config.fast)
+        with LiveBytes():
+            self.pairs = PairModel(self.backbone, tokens, max_tokens=max_tokens, fast=config.fast)
         self._slots, self._clients, self._other = slots, clients, other
 
     def step(self, rows: Rows, *, rejected: bool = True) -> StepMemory:
@@ -401,8 +416,9 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
                 step, double = (planned.step(rows(n * pass_pairs), rejected=rejected) for n in (1, 2))
             except (RuntimeError, ValueError) as error:
                 raise ModelError(
-                    f"--device {device}: a step of {model.name} cannot be estimated without data "
-                    f"({type(error).__name__}: {one_line(error)[:200]}); use a dry run on the GPU itself"
+                    f"--device {device}: a step of {model.name} cannot be estimated, as its code depends on "
+                    f"the values of tensors, which a plan does not have ({type(error).__name__}: "
+                    f"{one_line(error)[:200]}); use a dry run on the GPU itself"
                 ) from error
             each = (double.total - step.total) / pass_pairs
             most = max(0, math.floor(pass_pairs + (usable - step.total) / each))
