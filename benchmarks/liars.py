@@ -15,22 +15,32 @@ exchange the liar
 - loss and reversed: the second with the first;
 - count: claims to have a million times as many pairs.
 
-What KTO sends has the form of what DPO sends, so its row is "mean".
+The row "KTO" is a real model (``--model``, tiny-lm by default) on thumbs about synthetic advice, since KTO's
+loss, which compares a batch with mismatched responses, has no quadratic.
 """
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from common import TOKENIZER
+from safetensors.torch import load_file
 
-from prefed.core import Download, Exchange, Key, Round, State, Tensors, Upload
+from prefed import Experiment, run
+from prefed.core import Download, Exchange, Key, Method, Round, State, Tensors, Upload
+from prefed.data import synthetic
 from prefed.engines.aggregation import aggregate
 from prefed.engines.validation import validate_upload
 from prefed.merge import MergeConfig, lora
-from prefed.methods import METHODS
+from prefed.methods import METHODS, feddpo
 from prefed.methods.base import with_ranks
 from prefed.testing import Problem, QuadraticTrainer
 
@@ -94,6 +104,7 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "ranks of 1 and 2, flexlora": ("feddpo", {"ranks": RANKS, "lora": "flexlora"}),
     "weights = qffl": ("feddpo", {"weights": "qffl", "q": 1.0}),
     "weights = afl": ("feddpo", {"weights": "afl", "afl_lr": 0.1}),
+    "KTO": ("kto", {}),
     "lore": ("lore", {}),
     "pal": ("pal", {}),
 }
@@ -142,22 +153,85 @@ def weights(model: Tensors) -> torch.Tensor:
     return torch.cat([value.flatten() for value in found])
 
 
-def cell(name: str, merge: Mapping[str, Any], lie: Lie) -> str:
+def thumbs() -> dict[str, list[dict[str, Any]]]:
+    """Return rows by client; each is a thumb up and a thumb down."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for pair in synthetic.generate(Key(0), clients=CLIENTS, train=40, test=0):
+        own = rows.setdefault(str(pair.client), [])
+        own.append({"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected})
+    return {f"client-{number}": own for number, own in enumerate(rows.values())}
+
+
+def play_kto(model: Path, merge: Mapping[str, Any], lie: Lie | None) -> tuple[torch.Tensor, int]:
+    """Return B A of all layers after a run of KTO, and how many lies were not refused."""
+
+    def build(*given: Any) -> Method:
+        method = honest(*given)
+        (exchange,) = method.exchanges
+
+        def work(trainer: Any, private: State, download: Download) -> tuple[Upload, State]:
+            upload, after = exchange.work(trainer, private, download)
+            if lie is not None and upload.client == LIAR:
+                upload = lie(upload, download, exchange)
+            return upload, after
+
+        return replace(method, exchanges=(replace(exchange, work=work),))
+
+    experiment = Experiment(
+        rounds=ROUNDS,
+        data={"format": "thumbs", "max_length": 128},
+        model={"name": str(model), "lora": {"rank": 4}},
+        method={"name": "feddpo", "objective": "kto", "lr": 1e-3, "local_steps": 2, "batch_size": 8},
+        merge=dict(merge),
+    )
+    honest = feddpo.build
+    with tempfile.TemporaryDirectory() as folder, patch.object(feddpo, "build", build):
+        out = Path(folder) / "run"
+        result = run(experiment, out, data=thumbs())
+        factors = load_file(out / "adapters" / "shared" / "adapter_model.safetensors")
+        dropped = [each["client"] for record in result.rounds for each in record["dropped"]]
+    products = [
+        factors[name.replace("lora_A", "lora_B")] @ factors[name]
+        for name in sorted(factors)
+        if "lora_A" in name
+    ]
+    return torch.cat([each.flatten() for each in products]), ROUNDS - dropped.count(LIAR)
+
+
+@cache
+def honest_kto(model: Path, rule: str) -> tuple[torch.Tensor, int]:
+    """The run without a lie."""
+    return play_kto(model, {"rule": rule}, None)
+
+
+def cell(name: str, merge: Mapping[str, Any], lie: Lie, model: Path) -> str:
     """Return a cell of the table."""
-    start, clean, _ = play(name, merge, None)
-    _, moved, passed = play(name, merge, lie)
+    if name == "kto":
+        clean, _ = honest_kto(model, merge.get("rule", "mean"))
+        moved, passed = play_kto(model, merge, lie)
+        start = torch.zeros_like(clean)
+    else:
+        start, clean, _ = play(name, merge, None)
+        _, moved, passed = play(name, merge, lie)
     share = float((moved - clean).norm() / (clean - start).norm())
     return "refused" if not passed else f"{share:.2f}"
 
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=TOKENIZER, help="model for KTO")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES])
+    args = parser.parse_args()
     clipped = {"reversed": LIES["reversed"], "loss and reversed": both}
     columns = [*LIES, *(f"{name}, norm_clip" for name in clipped)]
     print("| merged by | " + " | ".join(columns) + " |\n|" + "---|" * (1 + len(columns)))
-    for case, (name, merge) in CASES.items():
-        cells = [cell(name, merge, lie) for lie in LIES.values()]
-        cells += [cell(name, {**merge, "rule": "norm_clip"}, lie) for lie in clipped.values()]
+    for case in args.only:
+        name, merge = CASES[case]
+        cells = [cell(name, merge, lie, args.model) for lie in LIES.values()]
+        cells += [cell(name, {**merge, "rule": "norm_clip"}, lie, args.model) for lie in clipped.values()]
         print(f"| {case} | " + " | ".join(cells) + " |", flush=True)
 
 
