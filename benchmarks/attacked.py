@@ -66,7 +66,7 @@ def logged(log: SentLog, whose: str, what: str) -> str:
     found = [entry for entry in log.entries() if what in json.dumps(entry)]
     if not found:
         return ""
-    said = [found[-1][key] for key in ("refused", "failed", "withheld", "told") if key in found[-1]]
+    said = [found[-1][key] for key in ("refused", "failed", "withheld", "reported") if key in found[-1]]
     return f"{whose}: {(said or [line_of(found[-1])[21:]])[0]}"
 
 

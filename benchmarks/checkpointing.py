@@ -76,11 +76,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     start = Tensors(backbone.layout, backbone.initial.flat + 0.01 * noise)
     trainer.references.fill_training(rows, rows)
     clock = time.perf_counter if args.device == "cuda" else time.process_time
-    before, begun = forget_the_peak(args.device), clock()
+    before, started = forget_the_peak(args.device), clock()
     gradient, loss = trainer.visit(rows, Key(2), everything).gradient(start, Objective("dpo"))
     if args.device == "cuda":
         torch.cuda.synchronize()
-    seconds = clock() - begun
+    seconds = clock() - started
     digest = hashlib.sha256(gradient.flat.numpy().tobytes()).hexdigest()
     return {"mib": peak(args.device) - before, "seconds": seconds, "loss": loss, "gradient": digest}
 

@@ -1,4 +1,4 @@
-"""Completions per second of batches, beside ``model.generate`` called prompt by prompt, on one core.
+"""Completions per second of batches, compared with ``model.generate`` called prompt by prompt, on one core.
 
     OMP_NUM_THREADS=1 python benchmarks/completions.py --shape tiny
     OMP_NUM_THREADS=1 python benchmarks/completions.py --shape distilgpt2
@@ -6,8 +6,8 @@
 
 Prompts of equal length, ``--batch`` of them; T 0.7; every completion has ``--tokens`` tokens, since no
 end-of-text token ends it. The peer is the same model with its LoRA merged into the weights, so that it pays
-for no adapter. Both take the same work in turn; the median ratio of their CPU times is told, and how many of
-their greedy completions are equal.
+for no adapter. Both take the same work in turn; the median ratio of their CPU times is printed, and how
+many of their greedy completions are equal.
 """
 
 from __future__ import annotations

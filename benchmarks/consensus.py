@@ -9,7 +9,7 @@ are not differ too, so the figures are means over placements.
 
 DecDPO of five clients. Each placement on each graph is a run. All runs start from one model and draw the
 same batches: they differ in who is whose neighbour alone. Printed are means and standard deviations over
-placements of the mean of the last five rounds, and star over path beside what the formulas say. Each client
+placements of the mean of the last five rounds, and star over path compared with the formulas. Each client
 is two personas, so clients differ; with ``--iid`` each has a share of the same pairs.
 """
 
@@ -122,8 +122,8 @@ def errors(job: Job, path: Path) -> tuple[float, float]:
     with RunWriter(path) as writer, InProcess(job, writer.states) as backend:
         writer.begin(encode(job.method.init_server(job.trainers.initial)), job.trainers.fingerprint)
         NeighbourRounds(job, writer, backend, Callback()).run()
-    told = [json.loads(line) for line in (path / "rounds.jsonl").read_text("utf-8").splitlines()][-LAST:]
-    before, after = (statistics.fmean(record[f"consensus_{when}"] for record in told) for when in WHEN)
+    got = [json.loads(line) for line in (path / "rounds.jsonl").read_text("utf-8").splitlines()][-LAST:]
+    before, after = (statistics.fmean(record[f"consensus_{when}"] for record in got) for when in WHEN)
     return before, after
 
 

@@ -1,4 +1,4 @@
-"""Time of one DPO step beside TRL's DPOTrainer, interleaved step by step in one process.
+"""Time of one DPO step compared with TRL's DPOTrainer, interleaved step by step in one process.
 
     OMP_NUM_THREADS=1 python benchmarks/dpo_step.py --shape distilgpt2
     OMP_NUM_THREADS=1 python benchmarks/dpo_step.py --model FOLDER --max-length 192 --batch 2 --steps 3

@@ -1,4 +1,4 @@
-"""FedPDPO's personal phase from cached trunk features, beside recomputing the trunk in every step.
+"""FedPDPO's personal phase from cached trunk features, compared with recomputing the trunk in every step.
 
     OMP_NUM_THREADS=1 python benchmarks/features.py
     OMP_NUM_THREADS=1 python benchmarks/features.py --model FOLDER

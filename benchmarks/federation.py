@@ -106,7 +106,7 @@ def newcomer(folder: Path) -> None:
     count = sum(line.startswith("$ ") for line in lines)
     script = "".join(line[2:] for line in lines if line.startswith("$ ") and "pip install" not in line)
     tools = f'prefed() {{ {" ".join(PREFED)} "$@"; }}\n'
-    begun = time.monotonic()
+    started = time.monotonic()
     done = subprocess.Popen(["bash", "-ec", tools + script], cwd=folder, start_new_session=True)
     try:
         done.wait()
@@ -114,7 +114,7 @@ def newcomer(folder: Path) -> None:
         # The sites too: they are bash's grandchildren.
         with suppress(ProcessLookupError):
             os.killpg(done.pid, signal.SIGTERM)
-    print(f"{count} commands, status {done.returncode}, {time.monotonic() - begun:.0f} s")
+    print(f"{count} commands, status {done.returncode}, {time.monotonic() - started:.0f} s")
     if done.returncode:
         raise SystemExit(1)
 

@@ -74,24 +74,24 @@ class Course:
             path.unlink()
         self.begin()
 
-    def say(self, name: str, number: int, begun: float) -> None:
+    def say(self, name: str, number: int, started: float) -> None:
         """A row of the table: what a round missed, and how long it took from the fault to its end."""
         self.committed(number)
         dropped = rounds_of(self.out)[number - 1]["dropped"]
         reasons = "; ".join(sorted({each["reason"] for each in dropped}))
         missed = f"{len(dropped)} of 4 visits missed: {reasons}" if dropped else "no visit missed"
-        say(name, f"round {number}: {missed}", f"{time.monotonic() - begun:.0f} s")
+        say(name, f"round {number}: {missed}", f"{time.monotonic() - started:.0f} s")
 
     def back(self, name: str, site: str, since: int) -> None:
         """A row of the table: when a site that was away takes part again."""
-        begun, own = time.monotonic(), set(self.federation.homes[site])
+        started, own = time.monotonic(), set(self.federation.homes[site])
 
         def full() -> bool:
             later = rounds_of(self.out)[since:]
             return any(own.isdisjoint(each["client"] for each in record["dropped"]) for record in later)
 
         self.wait(full, f"{site} is back")
-        say(name, f"in round {len(rounds_of(self.out))}", f"{time.monotonic() - begun:.0f} s")
+        say(name, f"in round {len(rounds_of(self.out))}", f"{time.monotonic() - started:.0f} s")
 
     def begin(self, *more: str) -> None:
         """Start ``prefed federate``."""
@@ -113,16 +113,16 @@ class Course:
             time.sleep(0.02)
 
     def next_visit(self, site: str) -> int:
-        """Wait until a site is in the middle of a visit that has just begun; its round."""
+        """Wait until a site is in the middle of a visit that has just started; its round."""
         notes = self.federation.folder / f"{site}.visits"
 
-        def begun() -> list[str]:
+        def started() -> list[str]:
             return notes.read_text().split() if notes.exists() else []
 
-        before = len(begun())
-        self.wait(lambda: len(begun()) > before, f"a visit of {site}")
+        before = len(started())
+        self.wait(lambda: len(started()) > before, f"a visit of {site}")
         time.sleep(0.1)
-        return int(begun()[-1])
+        return int(started()[-1])
 
     def committed(self, number: int) -> None:
         """Wait until a round counts."""
@@ -178,15 +178,15 @@ def alone(course: Course, sites: Iterable[str]) -> Path:
 
 def states_differ(course: Course, sites: Iterable[str]) -> str:
     """Where the server's state and the private states are not those of a run in one process, to the bit."""
-    federation, beside, over = course.federation, alone(course, sites), course.out
+    federation, other, over = course.federation, alone(course, sites), course.out
     different = []
-    server, theirs = ((out / "checkpoint").glob("server@*") for out in (beside, over))
+    server, theirs = ((out / "checkpoint").glob("server@*") for out in (other, over))
     if [path.read_bytes() for path in server] != [path.read_bytes() for path in theirs]:
         different.append("the server's state")
     name = json.loads((over / "federation.json").read_text())["run"]
     kept, receipts = (
         {path.name: path.read_bytes() for path in (out / "checkpoint" / "clients").iterdir()}
-        for out in (beside, over)
+        for out in (other, over)
     )
     if kept.keys() != receipts.keys():
         different.append("whose private states count")
@@ -210,10 +210,10 @@ def stops(federation: Federation) -> None:
     file = write_experiment(federation, "stops", ROUNDS, "fedpdpo", "[merge]\nmax_ratio = 10")
     # A round without a fault takes .3 s. While a site comes back, a hundred such rounds would go by.
     (federation.folder / "east.pace").write_text("2")
-    begun = time.monotonic()
+    started = time.monotonic()
     words = ("--sites", ",".join(THREE), "--visit", "120")
     course = Course(federation, file, federation.folder / "over-stops", *words)
-    course.say("nothing: the opening and a round", 1, begun)
+    course.say("nothing: the opening and a round", 1, started)
     hub, kit = federation.folder / "wards" / "hub" / "server", federation.of("south") / "kit"
 
     def killed(*parts: str) -> Callable[[], None]:
@@ -247,44 +247,44 @@ def stops(federation: Federation) -> None:
         "a site is killed, and started again after 3 s": again,
     }
     for name, act in faults.items():
-        number, begun = course.next_visit("south"), time.monotonic()
+        number, started = course.next_visit("south"), time.monotonic()
         act()
-        course.say(name, number, begun)
-    number, begun = course.next_visit("north"), time.monotonic()
+        course.say(name, number, started)
+    number, started = course.next_visit("north"), time.monotonic()
     limit([federation.sites["north"].pid, *trainer(federation, "north")], 0)
-    course.say("a site's disk is full: no file may grow", number, begun)
+    course.say("a site's disk is full: no file may grow", number, started)
     limit([federation.sites["north"].pid, *trainer(federation, "north")], resource.RLIM_INFINITY)
     lies = ["not_a_number", "wrong_shapes", "another_name", "earlier_round", "fifty_times"]
     number = len(rounds_of(course.out)) + 2
-    told = dict(enumerate(lies, number))
-    (federation.folder / "east.lies").write_text(json.dumps(told))
-    for at, lie in told.items():
+    got = dict(enumerate(lies, number))
+    (federation.folder / "east.lies").write_text(json.dumps(got))
+    for at, lie in got.items():
         course.committed(at - 1)
         course.say(f"a site lies: {lie.replace('_', ' ')}", at, time.monotonic())
-    number, begun = course.next_visit("south"), time.monotonic()
+    number, started = course.next_visit("south"), time.monotonic()
     federation.kill("south")
-    course.say("a site is killed, and stays away", number, begun)
+    course.say("a site is killed, and stays away", number, started)
     federation.start("south")
     course.back("it is started again, and back", "south", number)
-    number, begun = course.next_visit("north"), time.monotonic()
+    number, started = course.next_visit("north"), time.monotonic()
     os.kill(federation.sites["north"].pid, signal.SIGSTOP)
-    course.say("`prefed site` is frozen for longer than --visit 120", number, begun)
+    course.say("`prefed site` is frozen for longer than --visit 120", number, started)
     os.kill(federation.sites["north"].pid, signal.SIGCONT)
     course.back("it goes on, and is back", "north", number)
-    number, begun = course.next_visit("south"), time.monotonic()
+    number, started = course.next_visit("south"), time.monotonic()
     federation.kill(*THREE)
     status = course.end()
     said = course.log.read_text().strip().splitlines()[-1]
     say(
         "all sites are killed",
         f"round {number}: status {status}: {said}",
-        f"{time.monotonic() - begun:.0f} s",
+        f"{time.monotonic() - started:.0f} s",
     )
     assert len(rounds_of(course.out)) == number - 1
     federation.start(*THREE)
-    begun = time.monotonic()
+    started = time.monotonic()
     course.begin("--resume")
-    course.say("they are started again, and the hub resumed", number, begun)
+    course.say("they are started again, and the hub resumed", number, started)
     status = course.end()
     for name in ("lies", "pace"):
         (federation.folder / f"east.{name}").unlink()
@@ -346,12 +346,12 @@ def absent(federation: Federation) -> None:
             time.sleep(0.2)
         away = place.rename(home / "taken-away")
         file = write_experiment(federation, "absent", 2, "feddpo")
-        begun = time.monotonic()
+        started = time.monotonic()
         out = federation.folder / f"over-absent-{name.split()[2]}"
         course = Course(federation, file, out, "--sites", ",".join(THREE))
         status = course.end()
         said = course.log.read_text().strip().splitlines()[-1]
-        say(name, f"status {status}: {said}", f"{time.monotonic() - begun:.0f} s, the opening included")
+        say(name, f"status {status}: {said}", f"{time.monotonic() - started:.0f} s, the opening included")
         away.rename(place)
     federation.kill("north")
     path.write_text(text)

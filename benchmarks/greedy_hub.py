@@ -68,7 +68,7 @@ train = {{ {train} }}
 test = {{ {test} }}
 [model]
 name = "{model}"
-[tell]
+[disclose]
 pairs = true
 [limits]
 minimum_cohort = 1
@@ -516,14 +516,14 @@ def bait(place: Place) -> Iterator[Row]:
         return unpack(place.transport.call("open", pack(**common, **header), PATIENCE, 1 << 24))[0]
 
     clients = ask(kind="join", experiment=to_toml(asked))["clients"]
-    told = ask(kind="start", members=sorted(clients), unseen=[])["fingerprint"]["model"]
+    reported = ask(kind="start", members=sorted(clients), unseen=[])["fingerprint"]["model"]
     plain = Asked(place, "open")
-    same = told == plain.job.trainers.fingerprint["model"] and clients == plain.clients
+    same = reported == plain.job.trainers.fingerprint["model"] and clients == plain.clients
     counts = {name: size.train for name, size in own.trainers.dataset.sizes.items()}
-    differs = own.trainers.fingerprint["model"] != told
+    differs = own.trainers.fingerprint["model"] != reported
     yield (
         "an experiment names data and a model at paths of the hub's choice",
-        f"{'the site has its own' if same else 'READ'}: {len(clients)} clients, model {told[:8]}",
+        f"{'the site has its own' if same else 'READ'}: {len(clients)} clients, model {reported[:8]}",
         f"loaded by the hub itself: {counts}, another model: {differs}",
         place.log("open", '"join"'),
     )

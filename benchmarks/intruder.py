@@ -121,7 +121,7 @@ def as_bytes(value: Any) -> Any:
 
 
 def take_over(orders: Path) -> None:
-    """Send what lies in a file as if FLARE's server did, which this process is; beside it lies what came."""
+    """Send what lies in a file as if FLARE's server did, which this process is; what came is next to it."""
     while True:
         time.sleep(0.2)
         cell = CoreCell.ALL_CELLS.get(HUB)

@@ -73,10 +73,10 @@ def main() -> None:
             process.stdout.readline()
             return process
 
-        begun = time.perf_counter()
+        started = time.perf_counter()
         alone = start(folder / "alone")
         assert alone.wait() == 0
-        length = time.perf_counter() - begun
+        length = time.perf_counter() - started
         kills = runs = 0
         killed = folder / "killed"
         while kills < args.kills:

@@ -70,7 +70,7 @@ train = {{ {site} = "train.jsonl" }}
 test = {{ {site} = "test.jsonl" }}
 [model]
 name = "{model}"
-[tell]
+[disclose]
 pairs = true
 """
 
@@ -92,7 +92,7 @@ def make_model(folder: Path) -> None:
 
 
 def make_site(folder: Path, site: str, model: Path) -> None:
-    """Its pairs and its file, beside its kit."""
+    """Its pairs and its file, next to its kit."""
     for split, count in (("train", 4), ("test", 2)):
         rows = [
             {"prompt": f"Question {n} of {site}?", "chosen": f" Yes, {n}.", "rejected": f" No, {n}."}
@@ -152,9 +152,9 @@ def messages(folder: Path, size: int) -> None:
             while not transport.connected():
                 time.sleep(0.5)
             transport.call("north", bytes(100), 300, 1000)
-            begun = time.monotonic()
+            started = time.monotonic()
             transport.call("north", bytes(size), 3000, size)
-            print(f"{size / 1e6:.0f} MB there and back: {time.monotonic() - begun:.1f} s")
+            print(f"{size / 1e6:.0f} MB there and back: {time.monotonic() - started:.1f} s")
             watch.look()
         process.stop()
     watch.report()
@@ -174,12 +174,12 @@ def overlong(folder: Path, mebibytes: int) -> None:
             watch.look()
             print("before it:")
             watch.report()
-            begun = time.monotonic()
+            started = time.monotonic()
             try:
                 what = f"LET IN: {len(transport.call('north', b'long', 300, 10_000)):,} bytes"
             except LongAnswerError as error:
                 what = str(error)
-            print(f"after {time.monotonic() - begun:.1f} s: {what}")
+            print(f"after {time.monotonic() - started:.1f} s: {what}")
             watch.look()
         process.stop()
     watch.report()
@@ -213,7 +213,7 @@ def main() -> None:
     make_model(folder / "model")
     text = EXPERIMENT.format(model=folder / "model", rank=options.rank, rounds=options.rounds)
     (folder / "experiment.toml").write_text(text)
-    processes, watch, begun = [], Watch(), time.monotonic()
+    processes, watch, started = [], Watch(), time.monotonic()
     try:
         for name in names:
             make_site(folder / "large" / name, name, folder / "model")
@@ -231,7 +231,7 @@ def main() -> None:
             record = json.loads(line)
             size = record["bytes_up"] / len(record["cohort"]) / 1e6
             print(f"round {record['round']}: {record['seconds']:.1f} s, {size:.1f} MB an upload")
-        print(f"from start to end: {time.monotonic() - begun:.0f} s")
+        print(f"from start to end: {time.monotonic() - started:.0f} s")
         watch.report()
     finally:
         for process in processes:

@@ -1,4 +1,4 @@
-r"""Peak memory of a run with many clients beside one with few, the same number in each round.
+r"""Peak memory of a run with many clients compared with one with few, the same number in each round.
 
     python benchmarks/many_clients.py --clients 100 --clients 10000 --cohort 100
     python benchmarks/many_clients.py --clients 1 --clients 100 --cohort 100 --method fedpdpo --rounds 1 \

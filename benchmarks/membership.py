@@ -9,7 +9,7 @@ taste. It scores a candidate by how far the update goes down that pair's DPO los
     inner product   ⟨φ_i − φ, −∇L(pair; φ)⟩ / ‖∇L(pair; φ)‖
     drop            L(pair; φ) − L(pair; φ_i)
 
-``membership`` is the area under the ROC curve of members against others: 1 tells them apart for certain, 0.5
+``membership`` is the area under the ROC curve of members against others: 1 separates them with certainty, 0.5
 is a guess. ``side`` is the share of members of which the score's sign says rightly which response was
 chosen, the pair being known without its order. Means over clients, each a persona with pairs and a visit of
 its own, and their standard deviation. Everything runs on what really travels: the bytes of FedDPO's first

@@ -375,9 +375,9 @@ def copy(folder: Path) -> Path:
         return (built if Path(place) == ROOT else cached)(place, names)
 
     tree = Path(shutil.copytree(ROOT, folder / ROOT.name, ignore=ignored))
-    beside = ROOT.parent / "shared"
-    if beside.exists():
-        (folder / "shared").symlink_to(beside)
+    other = ROOT.parent / "shared"
+    if other.exists():
+        (folder / "shared").symlink_to(other)
     return tree
 
 

@@ -1,4 +1,4 @@
-r"""Rounds without a server in one process: what the mix costs beside the training, and peak memory.
+r"""Rounds without a server in one process: what the mix costs compared with the training, and peak memory.
 
     OMP_NUM_THREADS=1 python benchmarks/nodes.py
     OMP_NUM_THREADS=1 python benchmarks/nodes.py --nodes 100 --nodes 1000 --graph ring --graph exponential
@@ -9,7 +9,7 @@ the process's CPU time, a mean over the rounds; those of the disk that a commit 
 clock. The mix is everything between the last upload and the commit: reading rows, W, writing, the mean model.
 
 ``--diagnose`` measures FedDPO with ``evaluate.diagnose = 5`` and 6 pairs of each client instead: what the
-diagnosis of the fifth round costs beside the training of five rounds.
+diagnosis of the fifth round costs compared with the training of five rounds.
 """
 
 from __future__ import annotations

@@ -65,12 +65,12 @@ class Peers:
             time.sleep(0.02)
         victim = int((folder / "checkpoint" / "LOCK").read_text().split()[1])
         os.kill(victim, what)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         waiting = {*range(self.count)} - {one}
         while waiting:
             waiting = {rank for rank in waiting if self._lives(rank)}
             time.sleep(0.01)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         if what == signal.SIGSTOP:
             os.kill(victim, signal.SIGKILL)
         for process in self.processes:
@@ -85,11 +85,11 @@ class Peers:
 
     def finish(self) -> float:
         """Wait for the end; seconds."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for process, log in zip(self.processes, self.logs, strict=True):
             if process.wait():
                 raise SystemExit(log.read_text())
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     def errors(self) -> set[str]:
         """The different error lines of all peers."""

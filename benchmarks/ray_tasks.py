@@ -1,4 +1,4 @@
-r"""What a task costs beside its work: on Ray actors, in worker processes, in this process.
+r"""What a task costs besides its work: on Ray actors, in worker processes, in this process.
 
     python benchmarks/ray_tasks.py --tasks 200 --megabytes 1.2
 
@@ -123,12 +123,12 @@ def main() -> None:
         with BACKENDS[name](job, JobFactory("ray_tasks:build", text), states, BackendSettings(1)) as backend:
 
             def done(count: int, backend: Any = backend) -> float:
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 tasks = (Task("visit", "one", 1, "copy", message) for _ in range(count))
                 for result in backend.run(tasks):
                     assert result.message, result.withheld
                     backend.accept([result.client])
-                return time.perf_counter() - begun
+                return time.perf_counter() - started
 
             done(5)
             ready = time.perf_counter() - start

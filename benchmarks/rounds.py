@@ -1,11 +1,12 @@
-"""CPU time of whole runs beside TRL's DPOTrainer made anew for each client and round, as OpenFedLLM does it.
+"""CPU time of whole runs compared with TRL's DPOTrainer made anew for each client and round, as OpenFedLLM
+does it.
 
     OMP_NUM_THREADS=1 python benchmarks/rounds.py
     OMP_NUM_THREADS=1 python benchmarks/rounds.py --data PAIRS.jsonl.gz --model FOLDER
 
 The work: HH-RLHF harmless, 2,308 pairs on 5 clients, 3 of them a round, 3 steps of 4 pairs, a Llama of 4
 layers of 256 with random weights and vocabulary 4,096 (or ``--model``), LoRA 8/16 on PEFT's default modules
-(q and v), dropout 0, fp32. A file with fewer pairs is filled up with those of the ``.test.`` file beside it,
+(q and v), dropout 0, fp32. A file with fewer pairs is filled up with those of the ``.test.`` file next to it,
 and then from its start again, with a number before each copy's prompt.
 
 - ``prefed``: ``prefed.run`` with ``feddpo``, from an empty folder: reading, tokenising, loading, references,
@@ -58,9 +59,9 @@ MAX_LENGTH, EARLY = 512, 4
 
 
 def read(path: Path, pairs: int) -> list[dict[str, Any]]:
-    """``pairs`` different pairs: the file's, those of the test file beside it, then numbered copies."""
-    beside = path.with_name(path.name.replace(".train.", ".test."))
-    sources = dict.fromkeys([path, beside] if beside.exists() else [path])
+    """``pairs`` different pairs: the file's, those of the test file next to it, then numbered copies."""
+    other = path.with_name(path.name.replace(".train.", ".test."))
+    sources = dict.fromkeys([path, other] if other.exists() else [path])
     found = [record for source in sources for record in records(source)]
     copies = ((copied, record) for copied in itertools.count() for record in found)
     return [row(record, copied) for copied, record in itertools.islice(copies, pairs)]

@@ -1,4 +1,4 @@
-"""CPU time of one step of a selector beside plain transformers and PEFT, interleaved in one process.
+"""CPU time of one step of a selector compared with plain transformers and PEFT, interleaved in one process.
 
     OMP_NUM_THREADS=1 python benchmarks/selector_step.py --shape distilgpt2
     OMP_NUM_THREADS=1 python benchmarks/selector_step.py --model FOLDER

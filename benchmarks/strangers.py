@@ -23,8 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attacked import HEAD, PATIENCE, agreements, channels, connects, free_port, logged
-from attacked import print_row as tell
+from attacked import HEAD, PATIENCE, agreements, channels, connects, free_port, logged, print_row
 from greedy_hub import asked
 from members import ends
 
@@ -140,7 +139,7 @@ class Place:
                 "state": str(self.folder / f"state-{site}"),
                 "data": {"train": {site: str(self.kits / site / "pairs.jsonl")}},
                 "model": {"name": str(self.folder / "model")},
-                "tell": {"pairs": True},
+                "disclose": {"pairs": True},
                 "limits": {"minimum_cohort": 1, "message_mb": SITE_MB},
             }
         )
@@ -192,14 +191,14 @@ def outsiders(place: Place, transport: FlareTransport) -> None:
     own.load_cert_chain(startup / "client.crt", startup / "client.key")
     member = f"a member's: {connects(place.port, own)}"
     came = connects(place.port, ssl.create_default_context(cafile=root))
-    tell("no certificate", came, member, place.line("process.log", "PEER_DID_NOT_RETURN"))
+    print_row("no certificate", came, member, place.line("process.log", "PEER_DID_NOT_RETURN"))
     other = place.folder / "other"
     make_kits(Project(name="wards", hub="localhost", port=place.port, sites=["north"]), other)
     context = ssl.create_default_context(cafile=root)
     startup = other / "north/kit/startup"
     context.load_cert_chain(startup / "client.crt", startup / "client.key")
     came = connects(place.port, context)
-    tell("a certificate of its own making", came, member, place.line("process.log", "VERIFY_FAILED"))
+    print_row("a certificate of its own making", came, member, place.line("process.log", "VERIFY_FAILED"))
 
 
 def frames(place: Place, transport: FlareTransport) -> None:
@@ -223,7 +222,7 @@ def frames(place: Place, transport: FlareTransport) -> None:
                 came.append("taken in")
             except grpc.RpcError as error:
                 came.append(f"{error.code().name}, {error.details()}")
-    tell("a frame of 100 MiB", came[0], f"one of 1 MiB: {came[1]}", "")
+    print_row("a frame of 100 MiB", came[0], f"one of 1 MiB: {came[1]}", "")
 
 
 def without_role(place: Place, transport: FlareTransport) -> None:
@@ -244,8 +243,8 @@ def without_role(place: Place, transport: FlareTransport) -> None:
         except Exception as error:
             came.append(f"refused: {str(error)[:120]}")
     line, control = place.line("log.txt", "connected as an account"), f"the account's own: {came[2]}"
-    tell("a site's certificate logs in as 'south'", came[0], control, line)
-    tell(f"a site's certificate logs in as {user!r}", came[1], control, line)
+    print_row("a site's certificate logs in as 'south'", came[0], control, line)
+    print_row(f"a site's certificate logs in as {user!r}", came[1], control, line)
 
 
 def commands(place: Place, transport: FlareTransport) -> None:
@@ -254,7 +253,7 @@ def commands(place: Place, transport: FlareTransport) -> None:
         session = transport._admin_session()
         came, listed = (session.api.do_command(words) for words in ("ls north", "list_jobs"))
     what = "; ".join(str(each["data"]) for each in came["data"])
-    tell(
+    print_row(
         "the hub's account runs a command at a site",
         what,
         f"`list_jobs`: {listed['status']}",
@@ -277,7 +276,9 @@ def commands(place: Place, transport: FlareTransport) -> None:
     ran = "IT RAN" if mark.exists() else "nothing ran"
     write_job(place.folder / "plain", SITES, 30)
     plain = f"prefed's own: {outcome_of(transport, place.folder / 'plain')}"
-    tell("a job with settings that name code", f"{what}; {ran}", plain, place.line("audit.log", "submit_job"))
+    print_row(
+        "a job with settings that name code", f"{what}; {ran}", plain, place.line("audit.log", "submit_job")
+    )
     launcher = "nvflare.app_common.launchers.subprocess_launcher.SubprocessLauncher"
     for job, path, args in (
         ("code", "evil.Evil", {}),
@@ -291,7 +292,7 @@ def commands(place: Place, transport: FlareTransport) -> None:
         what = outcome_of(transport, place.folder / job)
         ran = "IT RAN" if mark.exists() else "nothing ran"
         words = "BYOC not permitted" if job == "code" else "is not in allow_list"
-        tell(f"a job with foreign {job}", f"{what}; {ran}", plain, place.line("log.txt", words))
+        print_row(f"a job with foreign {job}", f"{what}; {ran}", plain, place.line("log.txt", words))
 
 
 def outcome_of(transport: FlareTransport, job: Path) -> str:
@@ -326,16 +327,16 @@ def requests(place: Place, transport: FlareTransport, run: str) -> None:
     visits = {unpack(r)[0]["round"]: r for r in place.requests if unpack(r)[0].get("kind") == "visit"}
     old, last = visits[min(visits)], visits[max(visits)]
     again = f"round {max(visits)}'s: {came(last)}"
-    tell("a visit of round 1, sent again", came(old), again, place.log("north", "is over"))
+    print_row("a visit of round 1, sent again", came(old), again, place.log("north", "is over"))
     cut = came(last[1:])
-    tell(
+    print_row(
         "a visit's request without its first byte",
         cut,
         f"with it: {came(last)}",
         place.log("north", "not a message"),
     )
     about = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": run}
-    tell(
+    print_row(
         "a request of an unknown kind",
         came(pack(**about, kind="shell")),
         f"with the kind `hello`: {came(pack(**about, kind='hello'))}",
@@ -343,19 +344,23 @@ def requests(place: Place, transport: FlareTransport, run: str) -> None:
     )
     most = SITE_MB << 20
     within = f"one of {most:,} bytes: {came(hello(most))}"
-    tell(f"a request of {most + 1:,} bytes", came(hello(most + 1)), within, place.log("north", "longer than"))
-    begun, length = time.monotonic(), (SITE_MB + 4) << 20
+    print_row(
+        f"a request of {most + 1:,} bytes", came(hello(most + 1)), within, place.log("north", "longer than")
+    )
+    started, length = time.monotonic(), (SITE_MB + 4) << 20
     try:
         what = f"LET IN: {came(hello(length))}"
     except (TooLongError, UnreachableError) as error:
-        what = f"{type(error).__name__} after {time.monotonic() - begun:.0f} s: {error}"
-    tell(f"a request of {length:,} bytes", what, within, place.line("log.txt", "exceeds configured limit"))
+        what = f"{type(error).__name__} after {time.monotonic() - started:.0f} s: {error}"
+    print_row(
+        f"a request of {length:,} bytes", what, within, place.line("log.txt", "exceeds configured limit")
+    )
     try:
         header, body = unpack(transport.call("south", b"steal" + last, 300, 1 << 24))
         what = f"LET IN: {header}, {len(body):,} bytes" if body else f"nothing: {header}"
     except UnreachableError as error:
         what = f"no answer: {str(error)[:80]}"
-    tell(
+    print_row(
         "a site asks another for an upload",
         what,
         f"the hub, with the same request: {came(last)}",
@@ -365,7 +370,7 @@ def requests(place: Place, transport: FlareTransport, run: str) -> None:
     for who, what, allowed in agreements(
         header, lambda request: transport.call("north", request, PATIENCE, 1 << 24)
     ):
-        tell(who, what, allowed, place.log("north", what[:40]))
+        print_row(who, what, allowed, place.log("north", what[:40]))
 
 
 def uploads(place: Place, transport: FlareTransport) -> str:
@@ -390,13 +395,13 @@ def uploads(place: Place, transport: FlareTransport) -> str:
     records = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     for who, record in zip(names, records[1:5], strict=True):
         (drop,) = record["dropped"]
-        tell(
+        print_row(
             who,
             "dropped",
             f"round 1's: {len(records[0].get('dropped', ()))} dropped",
             f"rounds.jsonl: {drop['reason']}",
         )
-    tell(
+    print_row(
         "and after that",
         f"round 6 asks {records[5]['cohort']}",
         f"round 1: {records[0]['cohort']}",
@@ -407,15 +412,15 @@ def uploads(place: Place, transport: FlareTransport) -> str:
 
 
 def claims(place: Place, transport: FlareTransport) -> None:
-    """South tells of more pairs or clients than it has."""
+    """South reports more pairs or clients than it has."""
 
     def ends(name: str, claim: int = 0, clients: int = 1, weights: str = "samples") -> tuple[str, bytes]:
         """What the hub shows of south, or why it ends; and the server's state after a round."""
 
         def forge(header: dict[str, Any], answer: bytes) -> bytes:
             if header.get("kind") == "join" and clients > 1:
-                told = {f"south-{number}": [1, 0, 1] for number in range(clients)}
-                return pack(**{**unpack(answer)[0], "clients": told})
+                got = {f"south-{number}": [1, 0, 1] for number in range(clients)}
+                return pack(**{**unpack(answer)[0], "clients": got})
             if header.get("kind") == "join" and claim:
                 return pack(**{**unpack(answer)[0], "clients": {"south": [claim, 0, 2]}})
             if header.get("kind") == "visit" and claim:
@@ -429,7 +434,7 @@ def claims(place: Place, transport: FlareTransport) -> None:
         )
         out = place.folder / name
         try:
-            federate(experiment, out, transport, Terms("wards", SITES, visit=PATIENCE), tell=shown.append)
+            federate(experiment, out, transport, Terms("wards", SITES, visit=PATIENCE), report=shown.append)
         except FederationError as error:
             return f"the hub ends: {error}", b""
         finally:
@@ -442,12 +447,12 @@ def claims(place: Place, transport: FlareTransport) -> None:
     most = 10_000_000
     honest, fair = ends("honest")
     within, swayed = ends("within", claim=most)
-    tell("a site claims 10,000,001 pairs", ends("more", claim=most + 1)[0], f"10,000,000: {within}", "")
-    tell("a site claims 10,001 clients", ends("clients", clients=10_001)[0], f"one: {honest}", "")
+    print_row("a site claims 10,000,001 pairs", ends("more", claim=most + 1)[0], f"10,000,000: {within}", "")
+    print_row("a site claims 10,001 clients", ends("clients", clients=10_001)[0], f"one: {honest}", "")
     other = "another model than with its own 6" if swayed != fair else "the same model"
-    tell("a site claims 10,000,000 pairs", f"NOT STOPPED: {within}; {other}", f"its own 6: {honest}", "")
+    print_row("a site claims 10,000,000 pairs", f"NOT STOPPED: {within}; {other}", f"its own 6: {honest}", "")
     same = ends("uniform", weights="uniform")[1] == ends("within-uniform", claim=most, weights="uniform")[1]
-    tell(
+    print_row(
         'the same with `[merge] weights = "uniform"`',
         f"{'the same model as' if same else 'ANOTHER MODEL than'} with its own 6 pairs",
         f"by pairs: {other}",
@@ -463,14 +468,14 @@ def state_after(out: Path) -> bytes:
 def too_long(place: Place, transport: FlareTransport) -> None:
     """An answer beyond the hub's message_mb, which its site's process offers in parts."""
     place.forge = lambda header, answer: bytes((HUB_MB + 4) << 20)
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         what = f"LET IN: {len(transport.call('south', pack(kind='hello'), PATIENCE, 1 << 24)):,} bytes"
     except (LongAnswerError, UnreachableError) as error:
-        what = f"after {time.monotonic() - begun:.0f} s: {error}"
+        what = f"after {time.monotonic() - started:.0f} s: {error}"
     place.forge = lambda header, answer: bytes((HUB_MB - 1) << 20)
     shorter = f"one within: {len(transport.call('south', pack(kind='hello'), PATIENCE, 1 << 24)):,} bytes"
-    tell("an answer beyond the hub's limit", what, shorter, "")
+    print_row("an answer beyond the hub's limit", what, shorter, "")
 
 
 def main() -> None:
@@ -493,7 +498,7 @@ def main() -> None:
         for rows in (asked(folder / "greedy"), channels(folder), ends(folder)):
             print(f"\n{HEAD}")
             for row in rows:
-                tell(*row)
+                print_row(*row)
     finally:
         place.close()
         shutil.rmtree(folder, ignore_errors=True)

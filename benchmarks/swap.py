@@ -1,4 +1,4 @@
-"""Time to put one client's LoRA into the model and to take it out, beside PEFT's own calls.
+"""Time to put one client's LoRA into the model and to take it out, compared with PEFT's own calls.
 
     OMP_NUM_THREADS=1 python benchmarks/swap.py
 

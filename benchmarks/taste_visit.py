@@ -1,4 +1,4 @@
-"""CPU time of a client's visit with a latent taste beside one of FedDPO, on the same pairs.
+"""CPU time of a client's visit with a latent taste compared with one of FedDPO, on the same pairs.
 
     OMP_NUM_THREADS=1 python benchmarks/taste_visit.py --shape distilgpt2
 
@@ -118,7 +118,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="preference pairs")
     parser.add_argument("--model", type=Path, default=TOKENIZER, help="a folder with a model and a tokenizer")
     parser.add_argument("--shape", help="random weights, as in dpo_step.py, with --model's tokenizer")
-    parser.add_argument("--method", action="append", help="beside feddpo (default fedvpl and fedvpa)")
+    parser.add_argument(
+        "--method", action="append", help="methods next to feddpo (default fedvpl and fedvpa)"
+    )
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=60, help="training pairs of a client (default 60)")
     parser.add_argument("--batch", type=int, default=16, help="pairs of a step (default 16)")

@@ -1,4 +1,4 @@
-"""CPU and wall seconds of a round by number of threads and by how they wait, idle and beside other work.
+"""CPU and wall seconds of a round by number of threads and by how they wait, idle and next to other work.
 
     python benchmarks/threads.py --repeats 5
 
@@ -105,7 +105,7 @@ def main() -> None:
         shape = {"layers": args.layers, "width": args.width, "steps": 1}
         make_tiny(folder / "model", synthetic.corpus(Key(7), 100), Key(7), **shape)
         synthetic.write(folder, synthetic.generate(Key(7), clients=4, train=16, test=2))
-        for title, processes in (("idle", 0), (f"beside {cores} computing processes", cores)):
+        for title, processes in (("idle", 0), (f"next to {cores} computing processes", cores)):
             runs_of: dict[str, list[tuple[float, float]]] = {}
             with other_work(processes):
                 for _ in range(args.repeats):

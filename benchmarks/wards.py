@@ -25,7 +25,7 @@ test = "test.jsonl"
 partition = {{ by = "column", column = "{column}" }}
 [model]
 name = "{model}"
-[tell]
+[disclose]
 pairs = true
 """
 
@@ -37,7 +37,7 @@ class Federation:
         clients: of each site, so many: the first ones by name.
         column: of the pairs, which names their client.
         model: folder of the base model.
-        watched: sites note their visits in ``folder``, and can be told to lie there.
+        watched: sites note their visits in ``folder``, and can lie on request there.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``prefed site`` that notes when its visits begin, and lies and lingers when told to.
+"""``prefed site`` that notes when its visits begin, and lies and lingers on request.
 
     python benchmarks/watched_site.py SITE.toml NOTES
 
@@ -71,11 +71,11 @@ def main() -> None:
         """The process that trains, as its site sees it."""
 
         task: Task | None = None
-        begun = 0.0
+        started = 0.0
 
         def give(self, task: Task, state: bytes | None, timeout: float) -> None:
             """Send a task, and note it."""
-            self.task, self.begun = task if task.kind == "visit" else None, time.monotonic()
+            self.task, self.started = task if task.kind == "visit" else None, time.monotonic()
             if self.task is not None:
                 with suppress(OSError), (notes / f"{name}.visits").open("a") as stream:
                     stream.write(f"{task.round}\n")
@@ -84,11 +84,11 @@ def main() -> None:
         def receive(self) -> dict[str, Any]:
             """The result, or what this site says in its place."""
             fields = super().receive()
-            told, task, pace = notes / f"{name}.lies", self.task, notes / f"{name}.pace"
+            got, task, pace = notes / f"{name}.lies", self.task, notes / f"{name}.pace"
             if task is not None and pace.exists():
-                time.sleep(max(0.0, self.begun + float(pace.read_text()) - time.monotonic()))
-            if task is not None and told.exists():
-                lies = json.loads(told.read_text())
+                time.sleep(max(0.0, self.started + float(pace.read_text()) - time.monotonic()))
+            if task is not None and got.exists():
+                lies = json.loads(got.read_text())
                 lie = LIES.get(lies.get("every") or lies.get(str(task.round), ""))
                 if lie is not None:
                     upload = lie(decode_download(task.message), decode_upload(fields["message"]))

@@ -51,12 +51,12 @@ def serving(opened: Session, add: Callable[[str], None] | None = None) -> Iterat
     links: list[str] = []
     there = threading.Event()
 
-    def told(link: str) -> None:
+    def got(link: str) -> None:
         links.append(link)
         there.set()
 
     with listen(0) as listening:
-        thread = threading.Thread(target=serve, args=(opened, listening), kwargs={"add": add, "report": told})
+        thread = threading.Thread(target=serve, args=(opened, listening), kwargs={"add": add, "report": got})
         thread.start()
         assert there.wait(WATCHDOG)
         try:

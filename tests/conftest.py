@@ -1,4 +1,5 @@
-"""What tests share: one thread, the same examples every time, data and a model from beside the repository."""
+"""What tests share: one thread, the same examples every time, data and a model from next to the
+repository."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def site_config(place, folder, client, **changes):
                 "partition": {"by": "column", "column": "worker"},
             },
             "model": {"name": str(place / "model")},
-            "tell": {"pairs": True},
+            "disclose": {"pairs": True},
             **changes,
         }
     )

@@ -69,7 +69,7 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             if status is not None:
-                self.answer(status, {"error": "told to fail"})
+                self.answer(status, {"error": "fails on request"})
             elif path.startswith("/large/"):
                 self.large(path.removeprefix("/large/"), body)
             elif self.headers.get("Authorization") != f"Bearer {TOKEN}":

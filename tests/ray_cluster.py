@@ -49,7 +49,7 @@ class TwoNodes:
         self.other.wait()
 
     def actors(self) -> list[int]:
-        """The processes of the actors of both nodes that have begun to do tasks."""
+        """The processes of the actors of both nodes that have started tasks."""
         nodes = (psutil.Process(node.pid) for node in (self.head, self.other))
         processes = (process for node in nodes for process in node.children(recursive=True))
         return [process.pid for process in processes if "JobActor" in " ".join(_words(process))]

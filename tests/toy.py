@@ -227,7 +227,7 @@ def toy_method(options: Mapping[str, Any]) -> Method:
         return server.update(values={"scores": dict(scores(uploads))})
 
     def scores(uploads: Sequence[Upload]) -> Iterator[tuple[str, float]]:
-        """Of those that may tell."""
+        """Of those that may report."""
         return ((u.client, u.scalars["score"]) for u in uploads if "score" in u.scalars)
 
     def predict(trainer: ClientTrainer, private: State, published: Download) -> Tensors:

@@ -1,7 +1,7 @@
 r"""MkDocs hook: a Jupyter notebook is a page like any other, with its cells and the outputs that it holds.
 
 The menu and links name it by its file, ``tutorial.ipynb``, which a notebook viewer opens too. The file itself
-lies beside the page, in ``notebooks/``, to be downloaded.
+is next to the page, in ``notebooks/``, to be downloaded.
 """
 
 from __future__ import annotations

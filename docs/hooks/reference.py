@@ -131,7 +131,7 @@ def formats() -> str:
     for form in FORMATS.values():
         columns = ", ".join(f"`{column}`" for column in sorted(form.detected_by.split()))
         rows.append((f"`{form.name}`", f"`{form.hub}`" if form.hub else "–", columns or "–"))
-    return _table(("format", "hub set", "told by its columns"), rows)
+    return _table(("format", "hub set", "recognised by its columns"), rows)
 
 
 EVERYWHERE = ("quiet", "verbose")

@@ -1,4 +1,4 @@
-"""Distributed DPO's claims beside what runs came to.
+"""Distributed DPO's claims compared with the results of runs.
 
     python experiments/distributed_dpo/claims.py runs/figures/personas
     python experiments/distributed_dpo/claims.py runs/opposed
@@ -15,7 +15,7 @@ each row's mean over seeds of
 - ``MB``: sent by all clients together.
 
 A claim says that each row has a larger figure than the next one. It holds if that is so with every seed,
-fails for a pair of rows if it is the other way round with every seed, and cannot be told otherwise.
+fails for a pair of rows if it is the other way round with every seed, and cannot be decided otherwise.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def figures(run: Path) -> dict[str, float]:
         tomllib.loads((run / "config.toml").read_text("utf-8"))[name] for name in ("method", "evaluate")
     )
     rounds = [json.loads(line) for line in (run / "rounds.jsonl").read_text("utf-8").splitlines()]
-    told = [record for record in rounds if "gradient_norm" in record][-5:]
+    got = [record for record in rounds if "gradient_norm" in record][-5:]
     clients = len(summary["reward_accuracy"]["per_client"])
     drawn = evaluate.get("diagnostic_pairs")
     noise = 0.0 if drawn is None else method["batch_size"] / drawn / clients
     found = {}
-    if told:  # where each client trains alone there is no model whose gradient they share
-        found["loss"] = told[-1]["global_loss"]
-        found["gradient²"] = statistics.fmean(r["gradient_norm"] ** 2 - noise * r["zeta2"] for r in told)
+    if got:  # where each client trains alone there is no model whose gradient they share
+        found["loss"] = got[-1]["global_loss"]
+        found["gradient²"] = statistics.fmean(r["gradient_norm"] ** 2 - noise * r["zeta2"] for r in got)
     found |= {
         "paper gap": summary["paper_gap"],
         "reward": summary["reward_accuracy"]["mean"],
@@ -92,12 +92,12 @@ def verdict(larger: Mapping[int, Figures], smaller: Mapping[int, Figures], figur
     """Whether a figure is larger in one row than in the other, seed by seed.
 
     >>> verdict({1: {"loss": 0.5}, 2: {"loss": 0.6}}, {1: {"loss": 0.4}, 2: {"loss": 0.6}}, "loss")
-    'cannot be told'
+    'cannot be decided'
     """
     gaps = [larger[seed][figure] - smaller[seed][figure] for seed in sorted(larger.keys() & smaller.keys())]
     if not gaps:
         return "no seed in common"
-    return "holds" if min(gaps) > 0 else "fails" if max(gaps) < 0 else "cannot be told"
+    return "holds" if min(gaps) > 0 else "fails" if max(gaps) < 0 else "cannot be decided"
 
 
 def line_fit(shares: Mapping[str, float], runs: Mapping[str, Mapping[int, Figures]], figure: str) -> str:

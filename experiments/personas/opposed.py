@@ -1,4 +1,4 @@
-"""Clients that want opposite things: each persona beside its reverse, on the same pairs.
+"""Clients that want opposite things: each persona next to its reverse, on the same pairs.
 
     python experiments/personas/opposed.py              # from the files that prepare.py wrote
     python experiments/personas/opposed.py TRAIN TEST --out FOLDER

@@ -129,7 +129,8 @@ def main() -> None:
         parser.error(f"--clients {args.clients}: give an even number, divisible by the {personas} personas")
     args.out.mkdir(parents=True, exist_ok=True)
     for mix in MIXES:
-        # A client's id tells nothing of its taste: where selectors are equal, ids decide who is in a cluster.
+        # A client's id says nothing about its taste: where selectors are equal, ids decide who is in a
+        # cluster.
         ids = [f"client-{number:02}" for number in range(args.clients)]
         random.Random(f"{args.seed}/{mix}/ids").shuffle(ids)
         roles: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "test": []}

@@ -72,7 +72,7 @@ def whole(texts: Texts) -> float:
 
 
 def measure(run: LoadedRun, prompts: Path, sampling: Sampling, name: str) -> dict[str, object]:
-    """The figures of a run's aligned model beside the untouched one; the texts are kept in the run."""
+    """The figures of a run's aligned model next to the untouched one; the texts are kept in the run."""
     # An alignment that is done again has verdicts of its own.
     adapter = run.record.path / "align" / "adapter" / "adapter_model.safetensors"
     folder = f"{name}-{files.file_digest(adapter)[:8]}"

@@ -15,8 +15,8 @@ rejected swapped are the taste ``reversed``. Every client has pairs of all five.
 
 Newcomers never train: ``new-…`` have other pairs of the five personas, ``far-…`` pairs of two other
 personas. They are twins where the clients are. Pairs of different clients differ, but for twins. The id of a
-client that trains tells nothing of its taste. Writes ``MIX.train.jsonl.gz``, ``MIX.validation.jsonl.gz`` and
-``MIX.test.jsonl.gz`` with the columns ``client`` and ``taste``.
+client that trains says nothing about its taste. Writes ``MIX.train.jsonl.gz``, ``MIX.validation.jsonl.gz``
+and ``MIX.test.jsonl.gz`` with the columns ``client`` and ``taste``.
 """
 
 from __future__ import annotations

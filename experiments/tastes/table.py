@@ -3,7 +3,7 @@
     python experiments/tastes/table.py runs/tastes --out runs/tastes/table.md --jobs 2
 
 RUNS is the ``--out`` of the sweeps. Every client's test pairs are judged with every client's z, which comes
-from training pairs. Writes the table as Markdown, and beside it as JSON with the figures of every run.
+from training pairs. Writes the table as Markdown, and next to it as JSON with the figures of every run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COLUMNS = {
     "same": "same taste's",
     "opposite": "opposite taste's",
     "population": "population's",
-    "told": "as told to the server",
+    "sent": "the last one sent to the server",
     **{f"new {pairs}": f"new, {pairs} pairs" for pairs in CONTEXTS},
     **{f"far {pairs}": f"other personas, {pairs} pairs" for pairs in CONTEXTS},
     "active": "active units",
@@ -115,7 +115,7 @@ def figures_of(run: Path) -> dict[str, Any]:
             "same": over.same_taste,
             "opposite": over.other_taste,
             "population": float(read_out.population.mean()),
-            "told": mean(read_out.told.values()),
+            "sent": mean(read_out.sent.values()),
             "active": active_units(read_out.means),
             "kl": float(kl.sum()),
             "kl per dimension": kl.tolist(),
@@ -266,8 +266,8 @@ def main() -> None:
     text = "\n".join([table(cells), table(ceilings), *verdicts(cells, ceilings), ""])
     out = args.out or args.runs / "table.md"
     files.write(out, text.encode())
-    told = {"cells": cells, "ceilings": ceilings}
-    files.write(out.with_suffix(".json"), json.dumps(told, indent=1).encode())
+    got = {"cells": cells, "ceilings": ceilings}
+    files.write(out.with_suffix(".json"), json.dumps(got, indent=1).encode())
     print(text)
 
 

@@ -35,7 +35,7 @@ ACCURACIES = ("preference_accuracy", "reward_accuracy", "baseline_accuracy", "no
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The small place, with finished runs: one shared model, training alone, parts beside an adapter."""
+    """The small place, with finished runs: one shared model, training alone, parts next to an adapter."""
     folder = small_place(tmp_path_factory.mktemp("place"))
     for method in ("feddpo", "local", "fedpdpo", "fedper"):
         tree = small_experiment(folder)

@@ -172,7 +172,7 @@ OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no such file": ("absent.jsonl", lambda path: None, "error: absent.jsonl: no such file or folder\n"),
     "a misspelt file": ("trian.jsonl", lambda path: path.with_name("train.jsonl").touch(), "trian.jsonl: no such file or folder; did you mean train.jsonl?"),
     "an unknown kind": ("train.txt", lambda path: path.touch(), "train.txt: unknown file type; supported types: .jsonl"),
-    "a name that tells no kind": ("train.gz", lambda path: path.write_bytes(gzip.compress(lines(ROWS))), "train.gz: unknown file type"),
+    "a name that shows no kind": ("train.gz", lambda path: path.write_bytes(gzip.compress(lines(ROWS))), "train.gz: unknown file type"),
     "an empty folder": ("train", lambda path: path.mkdir(), "train: no data files in this folder; supported types: .jsonl"),
     "a folder of other things": ("train", lambda path: (path.mkdir(), (path / "a.txt").touch()), "train: no data files in this folder"),
     "a file that is only named .gz": ("train.jsonl.gz", lambda path: path.write_bytes(lines(ROWS)), "train.jsonl.gz: incomplete gzip file"),

@@ -40,17 +40,17 @@ def summary(path):
 
 
 def test_the_summary_has_the_last_and_the_best(place):
-    told, whole = summary(place / "run")["stop"], summary(place / "run")
+    got, whole = summary(place / "run")["stop"], summary(place / "run")
     first, *_, last = map(json.loads, (place / "run/rounds.jsonl").read_text().splitlines())
     assert whole["rounds"] == last["round"] == 3
-    assert (told["metric"], told["over"], told["split"]) == ("preference_accuracy", "mean", "validation")
-    assert told["last"] == {"round": 3, "value": last["validation"]}
-    assert (told["best"]["round"], told["best"]["value"]) == (1, first["validation"])
+    assert (got["metric"], got["over"], got["split"]) == ("preference_accuracy", "mean", "validation")
+    assert got["last"] == {"round": 3, "value": last["validation"]}
+    assert (got["best"]["round"], got["best"]["value"]) == (1, first["validation"])
     for name in ("preference_accuracy", "reward_accuracy", "shared_accuracy", "margin", "split"):
-        assert told["best"][name] == first["evaluation"][name]
+        assert got["best"][name] == first["evaluation"][name]
         assert whole[name] == last["evaluation"][name]
-    assert told["best"]["split"] == "test"
-    assert best_line(told) == (
+    assert got["best"]["split"] == "test"
+    assert best_line(got) == (
         f"best round by mean preference accuracy on validation pairs: 1 ({first['validation']:.3f}); "
         f"early stopping after round 3 ({last['validation']:.3f})"
     )
@@ -83,8 +83,8 @@ def test_the_best_round_is_pushed_with_its_own_card(place, hub):
 
 def test_commands_take_the_best_round(place, tmp_path):
     """Evaluated again it has the summary's figures to the digit; exports of both rounds stay apart."""
-    run_path, told = place / "run", summary(place / "run")
-    for words, want in ((("--round", "best"), told["stop"]["best"]), ((), told)):
+    run_path, got = place / "run", summary(place / "run")
+    for words, want in ((("--round", "best"), got["stop"]["best"]), ((), got)):
         figures = json.loads(prefed_("evaluate", run_path, "--json", *words))
         assert figures["preference_accuracy"] == want["preference_accuracy"]
         assert figures["margin"]["mean"] == want["margin"]

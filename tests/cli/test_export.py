@@ -118,7 +118,7 @@ def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path, out, message
 
 @pytest.mark.parametrize("first", [[], ["--merge"], ["--client", "left"]])
 def test_an_earlier_export_of_any_kind_is_replaced(place, tmp_path, first):
-    """Whole: none of its files is left beside the new ones."""
+    """Whole: none of its files is left next to the new ones."""
     method = "fedpdpo" if "--client" in first else "feddpo"
     prefed_("export", place / method, "--out", tmp_path / "it", *first)
     refused = prefed_("export", place / "feddpo", "--out", tmp_path / "it", code=1)

@@ -151,9 +151,9 @@ def test_kits_allow_our_classes_alone_and_no_code(kits):
 
 
 def test_a_kits_site_file_can_be_read_as_it_is(kits):
-    """It has the site's one client, and tells its pairs, which the key's default does not."""
+    """It has the site's one client, and reports its pairs, which the key's default does not."""
     config = SiteConfig.load(kits / "north" / "site.toml")
-    assert (config.federation, config.name, config.tell.pairs) == ("wards", "north", True)
+    assert (config.federation, config.name, config.disclose.pairs) == ("wards", "north", True)
     assert list(config.data["train"]) == ["north"]
 
 
@@ -323,7 +323,7 @@ def test_a_transport_that_stops_opens_nothing_again(unopened):
 
 
 def test_a_process_of_a_job_ends_with_its_site_from_its_start(tmp_path, monkeypatch):
-    """FLARE makes the relay before it tells the site's client of the job, which it would try for ever."""
+    """FLARE makes the relay before it sends the job to the site's client, which it would try for ever."""
     ended = Event()
     monkeypatch.setattr(apps, "end", ended.set)
     monkeypatch.setenv(SITE_DOOR, str(tmp_path / "door"))
@@ -335,7 +335,7 @@ def test_a_process_of_a_job_ends_with_its_site_from_its_start(tmp_path, monkeypa
 
 
 def test_a_hubs_folder_serves_one_process_and_its_port_one_program(transport, kits, tmp_path):
-    """A second hub is told at once who has the folder, and one with a copy of it who has the port."""
+    """A second hub learns at once who has the folder, and one with a copy of it who has the port."""
     with pytest.raises(StoreError, match=f"hub is in use by process {os.getpid()} on .*one run at a time"):
         FlareTransport(Kits.open(kits / "hub")).__enter__()
     shutil.copytree(kits / "hub", tmp_path / "hub", ignore=shutil.ignore_patterns("storage", "checkpoint"))
@@ -405,7 +405,7 @@ def test_a_site_takes_requests_of_the_hub_alone(monkeypatch, caller, arrives):
 
 
 def test_a_job_brings_no_settings_of_communication(transport, kits, tmp_path):
-    """They could name a folder of code, such as the job's own beside them. With the settings that lie at the
+    """They could name a folder of code, such as the job's own next to them. With the settings that lie at the
     top of each kit, a job's are not read. A site unpacks no such job: here the hub's process has them."""
     mark, job = tmp_path / "it-ran", tmp_path / "job"
     write_job(job, SITES, "s")
@@ -464,8 +464,8 @@ def test_a_job_with_code_of_its_own_is_refused(transport, kits, tmp_path):
         content = json.loads(path.read_text())
         content["components"].append({"id": "evil", "path": "evil.Evil", "args": {}})
         path.write_text(json.dumps(content))
-    told = outcome_of(transport, tmp_path / "job")
-    assert told != "FINISHED:COMPLETED"
+    got = outcome_of(transport, tmp_path / "job")
+    assert got != "FINISHED:COMPLETED"
     assert not mark.exists()
     assert "submit_job" in (kits / "hub/server/audit.log").read_text()
     assert "BYOC not permitted" in (kits / "hub/server/log.txt").read_text()

@@ -70,7 +70,7 @@ def test_a_member_deletes_nothing_of_another_site_in_the_hubs_name(federation):
 
 
 def test_the_hub_reads_no_files_of_a_site(federation):
-    """And the site's administrator is told; what sessions need is carried out."""
+    """And the site's administrator is informed; what sessions need is carried out."""
     key = (federation.north / "kit/startup/client.key").read_text()
     read, allowed = federation.hub(
         command("sys.shell", "cat startup/client.key"), command("train.abort", job_id=JOB)
@@ -276,7 +276,7 @@ def connection(*, listened, name, security="mtls"):
 
 
 def test_who_is_at_the_other_end_is_who_must_be(monkeypatch):
-    """gRPC does not tell a client whose certificate the hub has: FLARE lets the hub call itself anything."""
+    """gRPC does not show a client whose certificate the hub has: FLARE lets the hub call itself anything."""
     monkeypatch.setenv(processes.ACCOUNT, "lead")
     for name in (None, "N/A"):
         assert unproven(connection(listened=False, name=name), "server") is None

@@ -1,4 +1,4 @@
-"""What `prefed site` checks before it waits for its hub, and what it tells of NVIDIA FLARE's client."""
+"""What `prefed site` checks before it waits for its hub, and what it says of NVIDIA FLARE's client."""
 
 import shutil
 import socket
@@ -95,7 +95,7 @@ def test_a_hub_with_a_part_of_its_kits_starts_nothing(kits, tmp_path, monkeypatc
 
 
 def test_a_kits_site_file_as_it_is_lacks_data_and_model(kits):
-    """Nothing was put beside the file: the first missing place is told in the place of waiting."""
+    """Nothing is next to the file: it names the first missing place instead of waiting."""
     config = SiteConfig.load(kits / "south" / "site.toml")
     with pytest.raises(ConfigError, match=r"site\.toml: data.train.south = 'pairs.jsonl': no such file"):
         take_part(config, print)
@@ -133,10 +133,10 @@ def is_asked(environment):
 
 @pytest.mark.parametrize("lives", [5, 1000])
 @pytest.mark.parametrize(
-    ("hub_is_there", "does", "told"),
+    ("hub_is_there", "does", "got"),
     [(True, nothing, 1), (False, nothing, 0), (True, registers, 0), (True, is_asked, 0)],
 )
-def test_a_site_that_is_not_let_in_says_so_once(kits, tmp_path, monkeypatch, lives, hub_is_there, does, told):
+def test_a_site_that_is_not_let_in_says_so_once(kits, tmp_path, monkeypatch, lives, hub_is_there, does, got):
     """FLARE's client tries on, or ends every five seconds. Where the hub is away, or has let the site in,
     which FLARE's event or a request says, nothing is wrong."""
     lines, clock = [], Clock()
@@ -168,12 +168,12 @@ def test_a_site_that_is_not_let_in_says_so_once(kits, tmp_path, monkeypatch, liv
             "is online but has not accepted this site; still trying. See log.txt and error_log.txt in" in line
             for line in lines
         )
-        == told
+        == got
     )
 
 
 def test_a_kit_says_what_uses_it(kits):
-    """FLARE's own text tells to run its scripts, which are not for prefed. No signature covers it."""
+    """FLARE's own text asks users to run its scripts, which are not for prefed. No signature covers it."""
     for kit, command in (
         ("north/kit", "prefed site"),
         ("hub/server", "prefed federate"),

@@ -52,7 +52,7 @@ def experiment(folder, method, **settings):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """The synthetic set with two clients of opposite tastes, and runs over it: with a shared model, and with
-    models of the clients' own beside it."""
+    personal models next to it."""
     folder = tmp_path_factory.mktemp("place")
     synthetic.write(folder, synthetic.generate(Key(1), clients=2, train=8, test=3))
     documents = list(synthetic.corpus(Key(1), 40))
@@ -112,23 +112,23 @@ def prefers_o(text, number):
     return answer("tie" if first == second else "A" if first > second else "B")
 
 
-def check_told(run, result):
-    """TensorBoard has the win rate beside the run's rounds."""
+def check_known(run, result):
+    """TensorBoard has the win rate next to the run's rounds."""
     if importlib.util.find_spec("tensorboard") is None:
         return
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    told = {name: events.Scalars(f"judge/vs-chosen/{name}") for name in ("win_rate/mean", "ties")}
-    values = {name: [(point.step, point.value) for point in points] for name, points in told.items()}
+    got = {name: events.Scalars(f"judge/vs-chosen/{name}") for name in ("win_rate/mean", "ties")}
+    values = {name: [(point.step, point.value) for point in points] for name, points in got.items()}
     rate = pytest.approx(result["win_rate"]["mean"])
     assert values == {"win_rate/mean": [(1, rate)], "ties": [(1, result["ties"])]}
     assert [point.step for point in events.Scalars("loss")] == [1]
 
 
 def test_what_names_a_client_is_known():
-    """With [track] clients = false such a comparison is not told."""
+    """With [track] clients = false such a comparison is not logged."""
     how = Comparison("utility", Path("x"))
     assert not how.names_a_client
     for changes in ({"client": "ada"}, {"taste": "ada"}, {"options": JudgeOptions(taste="ada")}):
@@ -156,7 +156,7 @@ def test_a_run_against_reference_answers(runs, place):
         file.write('[track]\nto = ["tensorboard"]\nclients = false\n')
     with serving(prefers_o) as server:
         result = judge(runs / "feddpo", place, "--judge", "endpoint:m", "--url", server.url, *options)
-    check_told(runs / "feddpo", result)
+    check_known(runs / "feddpo", result)
     folder = runs / "feddpo/judge/vs-chosen"
     verdicts = rows(folder / "verdicts.jsonl")
     assert [(v["prompt"], v["text"], v["against"], v["outcome"]) for v in verdicts] == expected
@@ -303,7 +303,7 @@ def test_no_rate_over_nothing(runs, place):
 
 
 def test_equal_texts_are_no_rate_where_the_judge_failed():
-    """A tie that nobody judged is half a win beside verdicts; beside failures alone it is not a rate of 0.5.
+    """A tie that nobody judged is half a win next to verdicts; with failures only it is not a rate of 0.5.
     Equal texts everywhere are a rate of 0.5."""
 
     prompts = map(str, count())
@@ -529,7 +529,7 @@ SERVED = ("--responses", "m", "--responses-url", "http://localhost/v1")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "got"),
     [
         (SERVED[:2], "use --responses MODEL and --responses-url URL together"),
         (
@@ -546,8 +546,8 @@ SERVED = ("--responses", "m", "--responses-url", "http://localhost/v1")
         ),
     ],
 )
-def test_options_of_a_server_that_contradict(runs, place, words, told):
-    assert told in judge(runs / "feddpo", place, "--judge", "utility", *words, code=2)
+def test_options_of_a_server_that_contradict(runs, place, words, got):
+    assert got in judge(runs / "feddpo", place, "--judge", "utility", *words, code=2)
 
 
 def test_a_server_of_responses_that_is_not_there_is_named(runs, place):
@@ -582,5 +582,5 @@ def test_an_alignment_names_the_url_of_its_judge(selectors, place, tmp_path, mon
         "align.judge.template=helpfull": "[align.judge] template 'helpfull'",
         "align.judge.key_variable=AWS_SECRET_ACCESS_KEY": "key_variable",
     }
-    for change, told in refusals.items():
-        assert told in prefed_("align", run, "--stage", "labels", "--set", change, code=1)
+    for change, got in refusals.items():
+        assert got in prefed_("align", run, "--stage", "labels", "--set", change, code=1)

@@ -209,7 +209,7 @@ def wards(place, tmp_path):
             "name": site,
             "data": {"train": "pairs.jsonl", **DATA},
             "model": {"name": str(place / "model")},
-            "tell": {"pairs": True},
+            "disclose": {"pairs": True},
             "limits": {"code": code},
         }
         (home / "site.toml").write_text(tomli_w.dumps(tables))

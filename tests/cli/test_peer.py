@@ -54,8 +54,8 @@ def test_torchrun_starts_peers(tmp_path):
     folders = (tmp_path / "run", tmp_path / "peers/peer-0", tmp_path / "peers/peer-1")
     losses = [json.loads((folder / "rounds.jsonl").read_text())["loss"] for folder in folders]
     assert losses[0] == pytest.approx((losses[1] + losses[2]) / 2, abs=1e-6)
-    told = json.loads((folders[1] / "summary.json").read_text())["origin"]["command"]
-    assert told.startswith(f"prefed peer {path} --out ")
+    got = json.loads((folders[1] / "summary.json").read_text())["origin"]["command"]
+    assert got.startswith(f"prefed peer {path} --out ")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from prefed.ui.cli import app
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Runs that share a model, share one beside the clients' own, and share none; the base has a card."""
+    """Runs that share a model, share one next to personal ones, and share none; the base has a card."""
     folder = small_place(tmp_path_factory.mktemp("place"))
     (folder / "model/README.md").write_text("---\nlicense: cc-by-4.0\n---\n\n# A tiny model\n")
     for method in ("feddpo", "ditto", "local"):
@@ -66,8 +66,8 @@ def test_a_card_says_what_the_run_says(place, tmp_path):
     assert card.data.base_model is None
     assert "feddpo" in card.data.tags
     summary = summary_of(place / "feddpo")
-    told = {each.metric_name: each.metric_value for each in card.data.eval_results}
-    assert told["preference accuracy"] == round(summary["preference_accuracy"]["mean"], 4)
+    got = {each.metric_name: each.metric_value for each in card.data.eval_results}
+    assert got["preference accuracy"] == round(summary["preference_accuracy"]["mean"], 4)
     rows = {row[0]: row for row in table(card.text, "Evaluation")}
     assert rows["before"][1] == f"{summary['baseline_accuracy']['mean']:.1%}"
     assert rows["reward accuracy"][1] == f"{summary['reward_accuracy']['mean']:.1%}"
@@ -115,7 +115,7 @@ def test_a_licence_without_a_card_is_refused(place, tmp_path):
 def test_a_push_is_private_and_holds_what_an_export_holds(place, hub, tmp_path):
     """Weights go as large files, to the bit; no file names a path of this machine."""
     prefed_("export", place / "feddpo", "--out", tmp_path / "it")
-    told = prefed_("push", place / "feddpo", "ann/aligned")
+    got = prefed_("push", place / "feddpo", "ann/aligned")
     repo = hub.repos["ann/aligned"]
     assert repo.private
     assert repo.large == {"adapter_model.safetensors"}
@@ -129,9 +129,9 @@ def test_a_push_is_private_and_holds_what_an_export_holds(place, hub, tmp_path):
     card = repo.files["README.md"].decode()
     assert "# ann/aligned\n" in card
     assert "PeftModel.from_pretrained(base, 'ann/aligned')" in card
-    assert "publishing the shared model\nto ann/aligned (private):" in told
-    assert f"published: {hub.url}/ann/aligned/commit/" in told
-    assert "--base NAME" in told
+    assert "publishing the shared model\nto ann/aligned (private):" in got
+    assert f"published: {hub.url}/ann/aligned/commit/" in got
+    assert "--base NAME" in got
     assert not [name for name, data in repo.files.items() if TOKEN.encode() in data]
 
 
@@ -165,8 +165,8 @@ def test_a_whole_client_is_pushed_without_a_path(tmp_path):
 def test_a_clients_model_is_pushed_when_it_is_named_alone(place, hub):
     """Unasked, what is pushed is the file that the run itself left as the shared adapter, to the byte. A
     method that shares no model is refused, with the option that names a client's."""
-    told = prefed_("push", place / "ditto", "ann/own", "--client", "left")
-    assert "the personal model of client 'left': trained on its pairs, it may reproduce them" in told
+    got = prefed_("push", place / "ditto", "ann/own", "--client", "left")
+    assert "the personal model of client 'left': trained on its pairs, it may reproduce them" in got
     prefed_("push", place / "ditto", "ann/shared")
     own, shared = (hub.repos[f"ann/{name}"].files["adapter_model.safetensors"] for name in ("own", "shared"))
     assert shared == (place / "ditto/adapters/shared/adapter_model.safetensors").read_bytes()
@@ -208,7 +208,7 @@ def test_a_repository_that_is_there_is_replaced_when_asked_for(place, hub):
         ({"POST /api/repos/create": 409}, "already exists, or is being changed (409)"),
         (
             {"POST /api/repos/create": 500},
-            "the hub returned status 500 for ann/aligned (told to fail)",
+            "the hub returned status 500 for ann/aligned (fails on request)",
         ),
         ({"POST /api/repos/create": 0}, " failed ("),
         ({"POST /api/models": 409}, "ann/aligned exists and is empty: push again with --update"),
@@ -217,9 +217,9 @@ def test_a_repository_that_is_there_is_replaced_when_asked_for(place, hub):
 )
 def test_what_fails_is_told_of_in_a_line(place, hub, fail, message):
     hub.fail = fail
-    told = prefed_("push", place / "feddpo", "ann/aligned", code=1)
-    assert message in told
-    error = told.partition("error: ")[2]
+    got = prefed_("push", place / "feddpo", "ann/aligned", code=1)
+    assert message in got
+    error = got.partition("error: ")[2]
     assert len(error.strip().splitlines()) == 1
     assert not hub.repos or not hub.repos["ann/aligned"].files
 
@@ -227,9 +227,9 @@ def test_what_fails_is_told_of_in_a_line(place, hub, fail, message):
 def test_a_wrong_token_and_none(place, hub, monkeypatch):
     """Without a token, and for names that cannot be, nothing is sent."""
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    told = prefed_("push", place / "feddpo", "ann/aligned", code=1)
-    assert "rejected the token (401)" in told
-    assert "hf_wrong" not in told
+    got = prefed_("push", place / "feddpo", "ann/aligned", code=1)
+    assert "rejected the token (401)" in got
+    assert "hf_wrong" not in got
     hub.seen.clear()
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
@@ -243,9 +243,9 @@ def test_a_hub_that_is_not_there(place, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    told = prefed_("push", place / "feddpo", "ann/aligned", code=1)
-    assert "the request to http://127.0.0.1:9 failed (ConnectError" in told
-    assert "nothing was published" in told
+    got = prefed_("push", place / "feddpo", "ann/aligned", code=1)
+    assert "the request to http://127.0.0.1:9 failed (ConnectError" in got
+    assert "nothing was published" in got
 
 
 def test_the_token_is_written_nowhere(place, hub):

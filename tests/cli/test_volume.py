@@ -1,4 +1,4 @@
-"""How much ``prefed run`` tells, where it tells it, and what it leaves in ``run.log``."""
+"""How much ``prefed run`` prints, where it prints it, and what it leaves in ``run.log``."""
 
 import io
 import json
@@ -23,10 +23,10 @@ from prefed.store import RunReader
 from prefed.trackers.log import round_line
 from prefed.trackers.terminal import Terminal
 from prefed.ui.cli import app
-from prefed.ui.cli.output import tell
+from prefed.ui.cli.output import print_progress
 
 
-def told(*words, code=0):
+def got(*words, code=0):
     """What a command writes on standard output, and what on standard error."""
     result = CliRunner().invoke(app, list(words))
     assert result.exit_code == code, result.output + repr(result.exception)
@@ -35,7 +35,7 @@ def told(*words, code=0):
 
 @pytest.mark.parametrize("words", [["-q", "run", "exp.toml"], ["run", "exp.toml", "--quiet"]])
 def test_quiet_is_the_last_line(place, words):
-    output, errors = told(*words, "--out", "a")
+    output, errors = got(*words, "--out", "a")
     mean = json.loads((place / "a/summary.json").read_text())["preference_accuracy"]["mean"]
     assert errors == ""
     first = rf"toy, 4 rounds: preference accuracy {mean:.3f}, "
@@ -43,17 +43,17 @@ def test_quiet_is_the_last_line(place, words):
 
 
 def test_quiet_errors_are_told(place):
-    output, errors = told("run", "exp.toml", "-q", "--set", "cohort.size=9", code=1)
+    output, errors = got("run", "exp.toml", "-q", "--set", "cohort.size=9", code=1)
     assert output == ""
     assert errors.startswith("error: cohort = 9, but only 6 clients")
 
 
 def test_json_is_the_summary_alone(place):
     """Standard output is summary.json as it is on the disk; the rounds are on standard error."""
-    output, errors = told("run", "exp.toml", "--json", "--out", "a")
+    output, errors = got("run", "exp.toml", "--json", "--out", "a")
     assert json.loads(output) == json.loads((place / "a/summary.json").read_text())
     assert re.findall(r"^round (\d)/4", errors, re.MULTILINE) == ["1", "2", "3", "4"]
-    output, errors = told("run", "exp.toml", "--json", "--quiet", "--out", "b")
+    output, errors = got("run", "exp.toml", "--json", "--quiet", "--out", "b")
     assert json.loads(output)["rounds"] == 4
     assert errors == ""
 
@@ -61,7 +61,7 @@ def test_json_is_the_summary_alone(place):
 def test_verbose_tells_phases_and_where_the_time_goes(place):
     """The toy's round has the exchange train with 3 clients, every second one the exchange score with all 6,
     and each an evaluation and a commit. The shares of the parts at the end add up to the whole."""
-    output, errors = told("run", "exp.toml", "-v", "--out", "a")
+    output, errors = got("run", "exp.toml", "-v", "--out", "a")
     assert "worst client" in output
     phases = re.findall(r"^(\w+) \(round (\d)(?:, (\d) clients)?\): [\d.]+ s$", errors, re.MULTILINE)
     expected = []
@@ -74,15 +74,15 @@ def test_verbose_tells_phases_and_where_the_time_goes(place):
     parts = dict(re.findall(r"(\w+) [\dms.]+ ?s? \((\d+)%\)", last))
     assert {"train", "score", "evaluation", "commit", "engine", "summary", "adapters"} == set(parts)
     assert sum(map(int, parts.values())) == pytest.approx(100, abs=4)
-    output, errors = told("run", "exp.toml", "--out", "b")
+    output, errors = got("run", "exp.toml", "--out", "b")
     assert errors == ""
 
 
 def test_verbose_is_over_with_its_command(place):
     """Nothing of one command's volume is left for the next in the same process."""
-    told("-v", "run", "exp.toml", "--out", "a")
-    assert told("methods", "-q")[0]
-    assert told("run", "exp.toml", "--out", "b")[1] == ""
+    got("-v", "run", "exp.toml", "--out", "a")
+    assert got("methods", "-q")[0]
+    assert got("run", "exp.toml", "--out", "b")[1] == ""
 
 
 def test_a_bar_and_lines_on_a_terminal(capsys):
@@ -106,7 +106,7 @@ def log(path):
 
 
 def test_the_log_of_a_run_that_was_stopped_and_went_on(place, monkeypatch):
-    """Version and command, each round as it is told on the terminal, how it ended; then the same again."""
+    """Version and command, each round as it is printed on the terminal, how it ended; then the same again."""
 
     class Stop(Callback):
         def on_round_end(self, record):
@@ -118,7 +118,7 @@ def test_the_log_of_a_run_that_was_stopped_and_went_on(place, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         prefed.runs.run.run(experiment, "a", callbacks=[Stop()])
     monkeypatch.setattr(sys, "argv", ["/bin/prefed", "run", "exp.toml", "--out", "my a"])
-    output, _ = told("run", "exp.toml", "--out", "a", "--resume")
+    output, _ = got("run", "exp.toml", "--out", "a", "--resume")
     rounds = [line for line in output.splitlines() if line.startswith("round ")]
     first, second = log(place / "a")[:5], log(place / "a")[5:]
     version = re.escape(json.loads((place / "a/summary.json").read_text())["versions"]["prefed"])
@@ -157,34 +157,34 @@ def test_the_log_has_warnings_and_an_errors_kind(place, monkeypatch):
 
 
 def test_a_start_that_fails_leaves_no_log(place):
-    told("run", "exp.toml", "--out", "a", "--set", "cohort.size=9", code=1)
+    got("run", "exp.toml", "--out", "a", "--set", "cohort.size=9", code=1)
     assert not (place / "a").exists()
 
 
 def test_a_log_that_cannot_be_written_ends_no_run(place):
     """A folder is in its place, or a link, which is not followed: the run goes on and touches neither."""
-    told("run", "exp.toml", "--out", "a", "--set", "rounds=2")
+    got("run", "exp.toml", "--out", "a", "--set", "rounds=2")
     (place / "a/run.log").unlink()
     (place / "letter.txt").write_text("mine")
     (place / "a/run.log").symlink_to(place / "letter.txt")
-    told("run", "exp.toml", "--out", "a", "--resume", "--set", "rounds=3")
+    got("run", "exp.toml", "--out", "a", "--resume", "--set", "rounds=3")
     assert (place / "letter.txt").read_text() == "mine"
     (place / "a/run.log").unlink()
     (place / "a/run.log").mkdir()
-    told("run", "exp.toml", "--out", "a", "--resume")
+    got("run", "exp.toml", "--out", "a", "--resume")
     assert len(RunReader(place / "a").rounds()) == 4
 
 
 def test_the_log_follows_the_umask_as_its_neighbours(place):
-    told("run", "exp.toml", "--out", "a")
+    got("run", "exp.toml", "--out", "a")
     modes = {name: (place / "a" / name).stat().st_mode & 0o777 for name in ("run.log", "rounds.jsonl")}
     assert modes["run.log"] == modes["rounds.jsonl"]
 
 
 def test_a_log_in_json_has_each_event_with_its_numbers(place):
     """Standard output is that of -q, standard error is JSON; numbers of rounds are those of rounds.jsonl."""
-    output, errors = told("--log", "json", "run", "exp.toml", "--out", "a")
-    assert output == told("run", "exp.toml", "-q", "--out", "b")[0].replace("→ b", "→ a")
+    output, errors = got("--log", "json", "run", "exp.toml", "--out", "a")
+    assert output == got("run", "exp.toml", "-q", "--out", "b")[0].replace("→ b", "→ a")
     log = [json.loads(line) for line in errors.splitlines()]
     assert all(datetime.fromisoformat(entry.pop("time")).tzinfo for entry in log)
     start, *rest, last = log
@@ -201,18 +201,18 @@ def test_a_log_in_json_has_each_event_with_its_numbers(place):
 
 def test_a_log_in_json_ends_with_the_error_and_its_code(place, monkeypatch):
     """As for every command; the next one in the same process logs text again."""
-    _, errors = told("run", "none.toml", "--log", "json", code=1)
+    _, errors = got("run", "none.toml", "--log", "json", code=1)
     (entry,) = map(json.loads, errors.splitlines())
     assert (entry["level"], entry["event"], entry["code"]) == ("error", "error", 1)
     assert entry["message"].startswith("error: ")
-    _, errors = told("run", "none.toml", code=1)
+    _, errors = got("run", "none.toml", code=1)
     assert errors.startswith("error: ")
 
     def interrupted(*words):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("prefed.config.experiment_table.load_cell", interrupted)
-    _, errors = told("run", "none.toml", "--log", "json", code=130)
+    _, errors = got("run", "none.toml", "--log", "json", code=130)
     (entry,) = map(json.loads, errors.splitlines())
     assert (entry["event"], entry["code"]) == ("stopped", 130)
 
@@ -225,7 +225,7 @@ def test_warnings_of_the_library_are_in_the_log(place, monkeypatch):
         raise ValueError("over")
 
     monkeypatch.setattr("prefed.config.experiment_table.load_cell", warns)
-    _, errors = told("data", "exp.toml", "--log", "json", code=1)
+    _, errors = got("data", "exp.toml", "--log", "json", code=1)
     warning, error = map(json.loads, errors.splitlines())
     assert (warning["level"], warning["event"], warning["message"]) == ("warning", "log", "a drift")
     assert (error["level"], error["message"]) == ("error", "error: over")
@@ -235,17 +235,19 @@ def test_threads_of_a_command_log_as_it_does(place, monkeypatch):
     """A site answers the hub's requests in threads."""
 
     def says(*words):
-        thread = Thread(target=lambda: (tell("refused"), logging.getLogger("prefed").warning("a drift")))
+        thread = Thread(
+            target=lambda: (print_progress("refused"), logging.getLogger("prefed").warning("a drift"))
+        )
         thread.start()
         thread.join()
         raise ValueError("over")
 
     monkeypatch.setattr("prefed.config.experiment_table.load_cell", says)
-    output, errors = told("data", "exp.toml", "--log", "json", code=1)
+    output, errors = got("data", "exp.toml", "--log", "json", code=1)
     assert output == ""
     entries = [json.loads(line) for line in errors.splitlines()]
     assert [entry["event"] for entry in entries] == ["note", "log", "error"]
-    assert told("data", "exp.toml", "-q", code=1) == ("", "error: over\n")
+    assert got("data", "exp.toml", "-q", code=1) == ("", "error: over\n")
 
 
 def test_other_libraries_log_in_json_too(place, monkeypatch):
@@ -263,8 +265,8 @@ def test_other_libraries_log_in_json_too(place, monkeypatch):
     monkeypatch.setattr("prefed.config.experiment_table.load_cell", logs)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        _, errors = told("data", "exp.toml", "--log", "json", code=1)
-        _, quiet = told("data", "exp.toml", "-q", "--log", "json", code=1)
+        _, errors = got("data", "exp.toml", "--log", "json", code=1)
+        _, quiet = got("data", "exp.toml", "-q", "--log", "json", code=1)
     flare, python, failure, _ = entries = [json.loads(line) for line in errors.splitlines()]
     assert (flare["level"], flare["message"]) == ("warning", "no\\ncell")
     assert "UserWarning: old" in python["message"]
@@ -279,7 +281,7 @@ def test_a_defect_is_an_event_with_its_traceback(place, monkeypatch):
         raise KeyError("a\ntensor")
 
     monkeypatch.setattr("prefed.config.experiment_table.load_cell", breaks)
-    _, errors = told("data", "exp.toml", "--log", "json", code=1)
+    _, errors = got("data", "exp.toml", "--log", "json", code=1)
     (entry,) = map(json.loads, errors.splitlines())
     assert (entry["event"], entry["code"]) == ("error", 1)
     assert entry["message"] == r"error: KeyError: 'a\ntensor'"

@@ -23,7 +23,7 @@ from prefed.align import AlignError, align, completions
 from prefed.align.alignment import write_pairs
 from prefed.align.held_out import HeldOutAnswers
 from prefed.align.labels import clearest
-from prefed.align.run import STAGES, begun
+from prefed.align.run import STAGES, has_alignment
 from prefed.align.stages import run_stages
 from prefed.align.training import best_epoch, kept_epoch, label_trainer
 from prefed.config import AlignConfig, ConfigError, Experiment
@@ -184,11 +184,11 @@ def test_a_fine_tuned_start_is_in_policy_reference_and_result(alignment, place, 
     alignment = replace(alignment, config=alignment.config.model_copy(update=changes))
     summary = align(alignment)
     assert summary["policy"]["start"] == start
-    begun = PeftModel.from_pretrained(base(place), alignment.folder / "policy").eval()
+    started = PeftModel.from_pretrained(base(place), alignment.folder / "policy").eval()
     aligned = PeftModel.from_pretrained(base(place), alignment.folder / "adapter").eval()
     backbone = alignment.policy
     backbone.load(backbone.reference)
-    expected = plain_logits(begun)
+    expected = plain_logits(started)
     assert not torch.allclose(expected, plain_logits(base(place)), atol=1e-2)
     assert torch.allclose(plain_logits(backbone.causal), expected, atol=1e-4)
     assert torch.allclose(plain_logits(aligned), expected, atol=1e-4)
@@ -401,7 +401,7 @@ def test_a_start_that_failed_holds_nothing(finished, place, tmp_path):
     result = runner.invoke(app, [*right, "--set", "align.labels=2"])
     assert "labels = 2: the run has 2 selectors" in result.output
     assert "--set align.labels=majority" in result.output
-    assert not begun(path / "align")
+    assert not has_alignment(path / "align")
     result = runner.invoke(app, right)
     assert (result.exit_code, "kept 10" in result.output) == (0, True), result.output
 
@@ -416,7 +416,7 @@ def test_a_run_without_selectors_is_refused(place, tmp_path):
     assert not (path / "align").exists()
 
 
-def check_told(folder):
+def check_known(folder):
     """What TensorBoard reads is what the summary says: each epoch once, and counts."""
     if importlib.util.find_spec("tensorboard") is None:
         return
@@ -450,7 +450,7 @@ def test_the_command(finished, place, tmp_path):
     code, text = command()
     assert (code, "--resume" in text, "--stage NAME" in text) == (1, True, True)
     assert command("--resume")[0] == 0
-    check_told(path / "align")
+    check_known(path / "align")
     code, text = command("--resume", "--set", "align.epochs=2")
     assert (code, "epochs: 1 → 2" in text) == (1, True)
     assert command("--resume")[0] == 0
@@ -458,7 +458,7 @@ def test_the_command(finished, place, tmp_path):
     assert (code, "of 2, win rate" in text) == (0, True)
     assert f"judge: prefed judge {path} --judge NAME --prompts FILE" in text
     assert "never trained" not in text
-    check_told(path / "align")
+    check_known(path / "align")
     assert "adapter:" in command("--resume")[1]
     log = (path / "run.log").read_text()
     assert log.count(" ended by AlignError\n") == 1  # --resume with other settings

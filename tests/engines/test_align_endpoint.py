@@ -60,8 +60,8 @@ def test_a_server_completes_the_prompts_of_the_server_and_no_others(alignment):
     assert sorted({body["prompt"] for body in bodies}) == sorted(own)
     assert {body["prompt"] for body in bodies}.isdisjoint(HELD)
     assert len({body["seed"] for body in bodies}) == 30
-    told = {"model": "org/policy", "max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 7}
-    assert all({name: body[name] for name in told} == told for body in bodies)
+    got = {"model": "org/policy", "max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 7}
+    assert all({name: body[name] for name in got} == got for body in bodies)
     assert set(server.paths) == {"/v1/completions"}
     assert {headers["authorization"] for _, headers in server.requests} == {f"Bearer {KEY}"}
     answers, key = by_seed(server), alignment.key

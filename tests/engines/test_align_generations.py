@@ -156,9 +156,9 @@ def test_agreement_is_on_the_first_generations_held_out_pairs(place, selectors, 
     for number in (1, 2):
         tensors, _, _ = read_state(alignment.folder / f"generations/{number}/train.state", "")
         figures = agreement(alignment.config, trainer, tensors, np.ones(len(own), bool))
-        told = summary["train"]["epochs"][number - 1]
-        assert told["agreement"] == figures["agreement"]
-        assert told["margin"] == pytest.approx(figures["margin"], abs=1e-5)
+        got = summary["train"]["epochs"][number - 1]
+        assert got["agreement"] == figures["agreement"]
+        assert got["margin"] == pytest.approx(figures["margin"], abs=1e-5)
 
 
 def test_killed_at_every_write(place, selectors, whole, tmp_path, monkeypatch):

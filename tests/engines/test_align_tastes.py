@@ -32,7 +32,7 @@ from prefed.runs.finished_run import RunError, alignment_of
 from prefed.runs.labels import make_judge, selectors_of
 from prefed.runs.loaded_run import load_run
 from prefed.runs.responses import Models
-from prefed.runs.tastes import at_taste, common_taste, known_tastes, taste_of_file, told_taste
+from prefed.runs.tastes import at_taste, common_taste, known_tastes, published_taste, taste_of_file
 from prefed.train.generation import Sampling, complete_batch
 from prefed.ui.cli import app
 
@@ -41,7 +41,7 @@ PAIRS = [Record(f"Why {number}?", f" yes please {number}", " no thanks") for num
 
 @pytest.fixture(scope="module")
 def finished(place):
-    """A run of three clients; the server's own prompts lie beside it."""
+    """A run of three clients; the server's own prompts are next to it."""
     rows = [{"prompt": f"Why {number}?"} for number in range(6)]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = place / "tasty"
@@ -67,25 +67,27 @@ class Watch(Callback):
         self.warned.append(message)
 
 
-def tell(path, **changes):
+def rewrite_tastes(path, **changes):
     """Put figures into the run's tastes.json."""
     file = path / "tastes.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def test_a_named_taste_labels(opened):
-    """z in the selector is what the server was told, by its own state: the mean of all, a client's, P's row.
-    Scores are those of the published selector with that z in it."""
-    told = posteriors(opened.server)
-    mean = torch.stack([posterior.mean for posterior in told.values()]).mean(0)
-    assert torch.allclose(told_taste(opened, "population"), mean)
-    assert torch.equal(told_taste(opened, "w1"), told["w1"].mean)
+    """z in the selector is what the server received, from its own state: the mean of all, a client's, P's
+    row. Scores are those of the published selector with that z in it."""
+    got = posteriors(opened.server)
+    mean = torch.stack([posterior.mean for posterior in got.values()]).mean(0)
+    assert torch.allclose(published_taste(opened, "population"), mean)
+    assert torch.equal(published_taste(opened, "w1"), got["w1"].mean)
     for name in ("w1", "prototype:1"):
-        z = told_taste(opened, name)
+        z = published_taste(opened, name)
         (model,) = selectors_of(opened, name).models.values()
         assert torch.equal(model[Z], z)
         assert model.replace({Z: opened.published_model[Z]}).equal(opened.published_model)
-    assert torch.equal(told_taste(opened, "prototype:1"), opened.server.tensors["model"]["prototypes"][1])
+    assert torch.equal(
+        published_taste(opened, "prototype:1"), opened.server.tensors["model"]["prototypes"][1]
+    )
     scores = [selectors_of(opened, name).scores(PAIRS)[1] for name in ("prototype:0", "prototype:1")]
     assert not np.allclose(*scores)
     for name, message in (
@@ -95,7 +97,7 @@ def test_a_named_taste_labels(opened):
         ("infer:2", "the server has no pairs"),
     ):
         with pytest.raises(ValueError, match=message):
-            told_taste(opened, name)
+            published_taste(opened, name)
 
 
 def test_a_client_that_told_nothing_labels_nothing(opened):
@@ -104,13 +106,13 @@ def test_a_client_that_told_nothing_labels_nothing(opened):
     changed = replace(opened)
     changed.__dict__["server"] = opened.server.update(values={"sent": sent})
     with pytest.raises(RunError, match="'w1' sent no taste"):
-        told_taste(changed, "w1")
+        published_taste(changed, "w1")
 
 
 def test_the_mean_of_opposed_tastes_is_said_to_be_nobodys(opened, finished, place):
     """Two clients at z and −z, the decoder without a bias: w(z) and −w(z) cancel, and three at z do not."""
     server = opened.server
-    z = told_taste(opened, "w0")
+    z = published_taste(opened, "w0")
     model = server.tensors["model"]
     model = model.replace({"variational/decoder/bias": torch.zeros_like(model["variational/decoder/bias"])})
 
@@ -156,7 +158,7 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
     with pytest.raises(ValueError, match="fedbis has no latent taste"):
         tasty(place, method={**METHOD, "name": "fedbis"}, align=config(place, taste="w1").model_dump())
     monkeypatch.setattr("prefed.runs.align.common_taste", lambda run: 0.25)
-    tell(finished, collapsed=False)
+    rewrite_tastes(finished, collapsed=False)
     watch = Watch()
     align_run(finished, config(place), stage="labels", callbacks=[watch])
     align_run(finished, config(place, taste="w1"), stage="labels", callbacks=[watch])
@@ -170,14 +172,14 @@ def test_collapsed_tastes_are_warned_of_before_the_first_stage(finished, place, 
     their mean is nobody's is then not said."""
     monkeypatch.setattr("prefed.runs.align.common_taste", lambda run: 0.25)
     monkeypatch.setattr("prefed.runs.align.run_stages", lambda alignment, stage: alignment.selectors())
-    told = (finished / "tastes.json").read_bytes()
+    got = (finished / "tastes.json").read_bytes()
 
     def warned(**changes):
         watch = Watch()
         align_run(finished, config(place, **changes), stage="prompts", callbacks=[watch])
         return watch.warned
 
-    tell(finished, collapsed=True, own=0.5, another=0.49)
+    rewrite_tastes(finished, collapsed=True, own=0.5, another=0.49)
     for changes in ({}, {"taste": "w1"}, {"tastes": "posteriors"}, {"tastes": "prototypes"}):
         (message,) = warned(**changes)
         assert "have collapsed: accuracy 0.500" in message
@@ -185,7 +187,7 @@ def test_collapsed_tastes_are_warned_of_before_the_first_stage(finished, place, 
     assert not any("collapsed" in message for message in warned(labels=f"judge:selector:{finished}"))
     (finished / "tastes.json").unlink()
     assert warned(taste="w1") == []
-    (finished / "tastes.json").write_bytes(told)
+    (finished / "tastes.json").write_bytes(got)
 
 
 def test_a_taste_that_nobody_told_is_refused_before_the_first_stage(finished, place, tmp_path, monkeypatch):
@@ -241,7 +243,7 @@ def test_a_taste_that_nobody_will_tell_is_refused_before_clients_train(opened, p
 
 def test_a_new_users_pairs_tell_a_taste(finished, opened, place, tmp_path):
     """z of a file is that of a client whose pairs these are, up to how they fall into contexts: of one
-    context of up to 16 pairs the order makes no difference. Pairs that are judged may not tell it."""
+    context of up to 16 pairs the order makes no difference. It may not be inferred from the judged pairs."""
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]
     own, file = [row for row in rows if row["worker"] == "w1"][:16], tmp_path / "new.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in own))
@@ -263,7 +265,7 @@ def test_a_new_users_pairs_tell_a_taste(finished, opened, place, tmp_path):
     orders = opened.trainers.score("w0", model, "test").orders.mean(1)
     assert json.loads(shown.output)["preference_accuracy"]["per_client"]["w0"] == float((orders > 0).mean())
     by_prototype = judged(at_taste(opened, "prototype:1"))["w0"]
-    model = model.replace({Z: told_taste(opened, "prototype:1")})
+    model = model.replace({Z: published_taste(opened, "prototype:1")})
     orders = opened.trainers.score("w0", model, "test").orders.mean(1)
     assert by_prototype == float((orders > 0).mean())
     with pytest.raises(RunError, match="12 of the 12 pairs that the taste is inferred from are also"):
@@ -290,7 +292,7 @@ def command(*words):
 
 def test_a_policy_is_asked_for_a_taste(tasting, opened, place, tmp_path):
     """`--taste` gives what plain transformers + peft give with the exported adapter, and each name the taste
-    that it stands for: a client's as the server was told, or as pairs tell."""
+    that it stands for: a client's as the server received it, or as inferred from pairs."""
     words = ("--prompt", "Why 3?", "--temperature", "0", "--max-new-tokens", "6", "--json")
 
     def asked(*taste):
@@ -320,8 +322,8 @@ def test_a_policy_is_asked_for_a_taste(tasting, opened, place, tmp_path):
     models = Models(load_run(tasting, data=True), Sampling(temperature=0))
     for names, z in (
         (("w1", None), models.own(None, "w1").taste),
-        ((None, "w1"), told_taste(opened, "w1")),
-        ((None, "prototype:0"), told_taste(opened, "prototype:0")),
+        ((None, "w1"), published_taste(opened, "w1")),
+        ((None, "prototype:0"), published_taste(opened, "prototype:0")),
         (("w0", "infer:2"), opened.method.infer(infer_as(opened, "w0"), opened.published("w0"), 2)[Z]),
     ):
         assert torch.equal(models.own(*names).taste, z)
@@ -337,7 +339,7 @@ def test_a_policy_is_asked_for_a_taste(tasting, opened, place, tmp_path):
 def test_a_policy_is_pushed_at_a_taste(tasting, hub):
     """What is pushed is what is exported; nobody's taste is the population's, and a client's is asked for."""
     weights = "adapter_model.safetensors"
-    for taste, told in (
+    for taste, got in (
         (("--aligned",), "publishing the aligned model\n"),
         (("--aligned", "--client", "w1"), "at the taste 'w1': if it is a client's taste"),
         (("--taste", "prototype:1"), "at the taste 'prototype:1': if it is a client's taste"),
@@ -346,7 +348,7 @@ def test_a_policy_is_pushed_at_a_taste(tasting, hub):
         code, output = command("export", tasting, *taste, "--out", folder, "--force")
         assert code == 0, output
         code, output = command("push", tasting, "ann/one", *taste, *(["--update"] if hub.repos else []))
-        assert (code, told in output) == (0, True), output
+        assert (code, got in output) == (0, True), output
         files = hub.repos["ann/one"].files
         assert files[weights] == (folder / weights).read_bytes()
         card = files["README.md"].decode()
@@ -369,7 +371,7 @@ def test_the_summary_knows_generations(tasting, place):
     assert [row["generation"] for row in summary["train"]["epochs"]] == [1, 2]
     assert summary["tastes"]["prototypes"] == 2
     assert oct((tasting / "align/tastes.json").stat().st_mode)[-3:] == "600"
-    tell(tasting, collapsed=True)
+    rewrite_tastes(tasting, collapsed=True)
     code, output = command("align", tasting, "--resume")
     assert (code, "of 2" in output, "have collapsed" in output) == (0, True, True), output
     figures = summary["train"]["epochs"][summary["train"]["kept"] - 1]

@@ -1,4 +1,4 @@
-"""The consensus error that runs without a server come to rest at, beside section 3's four formulas."""
+"""The consensus error at which runs without a server settle, compared with section 3's four formulas."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def resting(path, graph, targets, rate, rounds):
     with RunWriter(path) as writer, toy.InProcess(job, writer.states) as backend:
         writer.begin(encode(method.init_server(trainers.initial)), trainers.fingerprint)
         NeighbourRounds(job, writer, backend, toy.Callback()).run()
-    told = [json.loads(text) for text in (path / "rounds.jsonl").read_text().splitlines()][-5:]
-    errors = (fmean(record[f"consensus_{when}"] for record in told) for when in ("before", "after"))
+    got = [json.loads(text) for text in (path / "rounds.jsonl").read_text().splitlines()][-5:]
+    errors = (fmean(record[f"consensus_{when}"] for record in got) for when in ("before", "after"))
     return *errors, consensus_factors(job.topology.matrix(1))
 
 

@@ -128,7 +128,7 @@ def test_a_diagnosis_changes_nothing_but_the_log(tmp_path):
 
 
 def test_a_diagnosis_keeps_to_minimum_pairs():
-    """Means over 2 pairs may not be told where 3 is the least, and smaller clients take no part."""
+    """Means over 2 pairs may not be reported where the minimum is 3, and smaller clients take no part."""
     words = "would report means over 2 pairs, fewer than minimum_pairs = 3: draw at least 6 pairs"
     with pytest.raises(ValueError, match=rf"^diagnostics {words}$"):
         replace(diagnosed(None, 4), privacy=Privacy(minimum_pairs=3))

@@ -1,4 +1,5 @@
-"""Late clients, a buffered server and neighbours on a real model, beside the equations in plain torch."""
+"""Late clients, a buffered server and neighbours on a real model, compared with the equations in plain
+torch."""
 
 from __future__ import annotations
 
@@ -55,11 +56,11 @@ def near(found, expected):
 
 def check_diagnosis(plain, model, shares, record):
     """Figures at the merged model, on all pairs."""
-    told = [plain.gradient(unflat(model, plain.first), client) for client in shares]
-    gradients = torch.stack([gradient for gradient, _ in told])
+    got = [plain.gradient(unflat(model, plain.first), client) for client in shares]
+    gradients = torch.stack([gradient for gradient, _ in got])
     p = torch.tensor(list(shares.values()), dtype=torch.float64)
     mean = p @ gradients
-    loss = sum(share * value for share, (_, value) in zip(shares.values(), told, strict=True))
+    loss = sum(share * value for share, (_, value) in zip(shares.values(), got, strict=True))
     assert record["global_loss"] == pytest.approx(loss, rel=1e-4)
     assert record["gradient_norm"] == pytest.approx(float(mean.norm()), rel=1e-3)
     assert record["kappa2"] == pytest.approx(float(p @ (gradients - mean).square().sum(1)), rel=1e-3)
@@ -142,13 +143,13 @@ def test_constants_of_a_run(place, tmp_path):
     loaded, plain, records = finish(place, tmp_path / "run", "feddpo", rounds=2, fleet={"max_delay": 1})
     words = ["theory", "--run", str(tmp_path / "run"), "--set", "epsilon=0.5", "--json"]
     content = json.loads(CliRunner().invoke(app, words).stdout)
-    told, found = content["constants"], content["measured"]
-    assert (told["L"], told["epsilon"]) == (told["smoothness"], 0.5)
-    assert told["kappa2"] == max(record["kappa2"] for record in records)
-    assert (told["clients"], told["cohort"], told["local_steps"], told["rounds"]) == (4, 4, STEPS, 2)
-    assert (told["lr"], told["beta"]) == (LR, 0.1)
-    assert told["max_delay"] == max(v["late"] for record in records for v in record["visits"])
-    assert told["horizon"] == max(
+    got, found = content["constants"], content["measured"]
+    assert (got["L"], got["epsilon"]) == (got["smoothness"], 0.5)
+    assert got["kappa2"] == max(record["kappa2"] for record in records)
+    assert (got["clients"], got["cohort"], got["local_steps"], got["rounds"]) == (4, 4, STEPS, 2)
+    assert (got["lr"], got["beta"]) == (LR, 0.1)
+    assert got["max_delay"] == max(v["late"] for record in records for v in record["visits"])
+    assert got["horizon"] == max(
         len(ids) for rows in plain.pairs.values() for pair in rows for ids in pair[1:]
     )
     squares = [record["gradient_norm"] ** 2 for record in records]
@@ -165,7 +166,7 @@ def test_constants_of_a_run(place, tmp_path):
     key = Key(3).at("theory").at("client", "client-0")
     norm = theory_constants.hessian_norm(loaded, "client-0", key, last=True)
     assert 0.9 * largest < norm < 1.02 * largest
-    assert told["smoothness"] >= norm
+    assert got["smoothness"] >= norm
 
 
 @pytest.mark.parametrize(("graph", "order"), [("path", "train_mix"), ("star", "mix_train")])

@@ -1,4 +1,4 @@
-"""What is told before a run. A dry run has the run's counts and nearly its bytes, and writes nothing."""
+"""What is printed before a run. A dry run has the run's counts and nearly its bytes, and writes nothing."""
 
 import json
 import re

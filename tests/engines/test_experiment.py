@@ -243,7 +243,7 @@ def test_other_data_or_settings_are_not_resumed(place, tmp_path):
 
 def test_the_settings_that_a_run_was_begun_with_are_in_its_commit(place, whole, tmp_path):
     """Without its ``config.toml`` it goes on with its own settings alone, and writes them again; a file that
-    was edited is refused, but for where data and model lie, as they are told by their content."""
+    was edited is refused, but for where data and model lie, which are identified by their content."""
     run(experiment(place, rounds=1), tmp_path / "run")
     file = tmp_path / "run/config.toml"
     text = file.read_text()
@@ -328,7 +328,7 @@ def test_a_start_that_was_interrupted_stays_to_be_gone_on_with(place, tmp_path, 
 
 
 def test_what_is_private_in_a_run_is_its_owners_to_read(place, tmp_path):
-    """All clients' texts, the reference's log-probabilities, and states; what tells of the run alone is for
+    """All clients' texts, the reference's log-probabilities, and states; what describes only the run is for
     whoever the umask allows."""
     run(experiment(place, "fedper", rounds=1), tmp_path / "run")
     public = {"", "checkpoint", "adapters"}

@@ -1,4 +1,5 @@
-"""Whole federations: a site with one worker and a site with two, beside the same run in one process."""
+"""Whole federations: a site with one worker and a site with two, compared with the same run in one
+process."""
 
 import json
 import os
@@ -116,10 +117,10 @@ def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypa
 def check_run_log(out):
     """Both sittings, with the first one's end: one round was whole."""
     lines = [line.partition(" ")[2] for line in (out / "run.log").read_text().splitlines()]
-    told = [
+    got = [
         line.partition("  ")[0] for line in lines if not line.startswith(("prefed ", "Python ", "warning"))
     ]
-    assert told == [
+    assert got == [
         *("3 rounds", "round 1/3", "interrupted after round 1/3"),
         *("continues after round 1/3", "round 2/3", "round 3/3", "done"),
     ]

@@ -132,7 +132,7 @@ class Draws(Here):
 
     def give(self, task, state, timeout):
         Draws.number += 1
-        self.due = {"message": f"draw {Draws.number}".encode(), "withheld": "", "state": None}
+        self.due = {"message": f"draw {Draws.number}".encode(), "withheld": "", "note": "", "state": None}
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def asks(tmp_path, monkeypatch):
         for site in opened:
             site.close()
         opened[:] = [Site(site_config(tmp_path, tmp_path, "w0", limits=limits))]
-        text, members = experiment_for_sites(private(tmp_path)), ["told", "b", "c"]
+        text, members = experiment_for_sites(private(tmp_path)), ["w0-reported", "b", "c"]
         common = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": run}
         header, _ = unpack(opened[0].answer(pack(**common, kind="join", experiment=text)))
         header, _ = unpack(opened[0].answer(pack(**common, kind="start", members=members, unseen=[])))
@@ -157,7 +157,13 @@ def asks(tmp_path, monkeypatch):
 
         def visit(number=1, model=0, **changes):
             body = encode(Download({}, {"model": model}))
-            task = {"kind": "visit", "client": "told", "round": number, "exchange": "train", "asked": 0}
+            task = {
+                "kind": "visit",
+                "client": "w0-reported",
+                "round": number,
+                "exchange": "train",
+                "asked": 0,
+            }
             header, message = unpack(
                 opened[0].answer(pack(body, **common, **task, order=order, receipt=None, **changes))
             )
@@ -173,8 +179,8 @@ def asks(tmp_path, monkeypatch):
 def joined(site, run, text, code):
     site._write_order(
         run,
-        {"data": "", "round": 0, "experiment": text, "names": {"w0": "told"}}
-        | {"pairs": {"told": [8, 0, 2]}},
+        {"data": "", "round": 0, "experiment": text, "names": {"w0": "w0-reported"}}
+        | {"pairs": {"w0-reported": [8, 0, 2]}},
     )
     return pack()
 

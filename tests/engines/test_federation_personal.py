@@ -1,4 +1,5 @@
-"""What `prefed site export` writes, beside models of a run in one process, and what a hub says it lacks."""
+"""What `prefed site export` writes, compared with models of a run in one process, and what a hub says it
+lacks."""
 
 import json
 import shutil
@@ -97,9 +98,9 @@ def test_a_clients_model_is_that_of_the_run_in_one_process(finished, tmp_path, c
     """FedPDPO's bottleneck, head and reward head are the client's own: to the bit."""
     folder, made = finished
     write_model(folder / "alone", tmp_path / "alone", client=client)
-    told = export_client(made[site_of(client)], tmp_path / "here", client=client)
+    got = export_client(made[site_of(client)], tmp_path / "here", client=client)
     assert_equal(exported(tmp_path / "here"), exported(tmp_path / "alone"))
-    assert "head" in told.more
+    assert "head" in got.more
 
 
 @pytest.mark.parametrize(
@@ -149,8 +150,8 @@ def figures(words):
 
 def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
     """The model that all share is a folder; a client's own is at its site, which is named. The population's
-    taste, a client's as it told it and that of a file judge the pairs of a file at the hub, as they do beside
-    the run in one process, but for the client's: there it is what its pairs tell under the last model."""
+    taste, the one that a client sent and that of a file judge the pairs of a file at the hub, as they do in
+    the run in one process, except the client's: there it is inferred from its pairs under the last model."""
     folder, _, warned = tasty
     assert [text for text in warned if "no adapter" in text] == [
         "no adapter was saved: an adapter cannot contain a selector with a latent taste; export the client's "
@@ -165,9 +166,9 @@ def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
     )
     judged = ["--test", place / "w0.jsonl", "--everyone", "--json"]
     for taste in ("population", f"infer:{place / 'w1.jsonl'}"):
-        told = figures(["evaluate", over, *judged, "--taste", taste])
-        beside = figures(["evaluate", alone, *judged, "--taste", taste])
-        assert told["choice_loss"] == beside["choice_loss"]
+        got = figures(["evaluate", over, *judged, "--taste", taste])
+        neighbour = figures(["evaluate", alone, *judged, "--taste", taste])
+        assert got["choice_loss"] == neighbour["choice_loss"]
     assert figures(["evaluate", over, *judged, "--taste", "w1"])["taste"] == "w1"
     for taste in ("own", "infer:4"):
         assert "needs pairs that are stored at the sites of the run" in says(
@@ -379,14 +380,14 @@ def site_file(config, path):
 def test_the_command_writes_a_model_that_loads(place, tmp_path):
     """Ditto's are adapters. The site makes up names: its own serve, and those that the hub knows. While
     `prefed site` runs, the state folder is its alone, and the command reads it."""
-    made = configs(place, tmp_path, tell={"pairs": True, "names": False})
+    made = configs(place, tmp_path, disclose={"pairs": True, "names": False})
     over_sites(experiment(place, "ditto", rounds=1), made, tmp_path / "over")
     config = site_file(made["two"], tmp_path / "site.toml")
-    told = next(name for name in Published(state_of(made)).clients())
+    got = next(name for name in Published(state_of(made)).clients())
     own = next(
         name
         for name, known in json.loads((state_of(made) / "order.json").read_bytes())["names"].items()
-        if known == told
+        if known == got
     )
     running = Site(made["two"])
     said = says(["site", "export", config, "--client", own, "--out", tmp_path / "model"])
@@ -397,10 +398,10 @@ def test_the_command_writes_a_model_that_loads(place, tmp_path):
     assert PeftModel.from_pretrained(base, tmp_path / "model").peft_config["default"].r == 2
     name = state_of(made).name[:4]
     words = ["site", "export", config, "--run", name, "--out", tmp_path / "again"]
-    says([*words, "--client", told])
+    says([*words, "--client", got])
     assert_equal(exported(tmp_path / "again"), exported(tmp_path / "model"))
-    assert "already exists; choose another --out, or --force" in says([*words, "--client", told], 1)
-    says([*words, "--client", told, "--force", "--merge"])
+    assert "already exists; choose another --out, or --force" in says([*words, "--client", got], 1)
+    says([*words, "--client", got, "--force", "--merge"])
     assert (tmp_path / "again" / "config.json").exists()
     assert "this site has 2 clients: select one with --client: w1, w2" in says([*words, "--force"], 1)
     assert "did you mean 'w2'" in says([*words, "--force", "--client", "w22"], 1)

@@ -69,11 +69,11 @@ def test_a_silent_site_costs_three_rounds_of_any_number():
     waited, answered, warned, backend = play(lambda number: False, 40)
     assert (waited, answered) == ([1, 3, 7], [])
     assert backend.set_aside() == {"w1"}
-    told = [text for text in warned if "no answer within 1 seconds" in text]
-    assert [("set aside" in text, "--resume" in text) for text in told] == [(False, False)] * 2 + [
+    got = [text for text in warned if "no answer within 1 seconds" in text]
+    assert [("set aside" in text, "--resume" in text) for text in got] == [(False, False)] * 2 + [
         (True, True)
     ]
-    assert ["can rejoin from round 3" in told[0], "can rejoin from round 7" in told[1]] == [True, True]
+    assert ["can rejoin from round 3" in got[0], "can rejoin from round 7" in got[1]] == [True, True]
 
 
 def test_a_site_that_is_connected_and_does_not_join_is_silent_each_time():
@@ -134,11 +134,11 @@ def test_a_run_says_who_is_set_aside_and_a_resumed_one_asks_again(sites, tmp_pat
     out = tmp_path / "run"
     federate(asked, out, silent, terms)
     rounds = RunReader(out).rounds()
-    told = [record.get("silent_sites", {}).get("site-w1", {}) for record in rounds]
+    got = [record.get("silent_sites", {}).get("site-w1", {}) for record in rounds]
     assert silent.waited == [1, 3, 7]
-    assert [each.get("silences") for each in told] == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3]
-    assert [each["asked_again"] for each in told] == [3, 3, 7, 7, 7, 7, *[None] * 6]
-    assert {each["why"] for each in told} == {"no answer within 5 seconds"}
+    assert [each.get("silences") for each in got] == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert [each["asked_again"] for each in got] == [3, 3, 7, 7, 7, 7, *[None] * 6]
+    assert {each["why"] for each in got} == {"no answer within 5 seconds"}
     assert ["w1" in record["cohort"] for record in rounds] == [True] * 7 + [False] * 5
     assert [len(record["dropped"]) for record in rounds] == [1] * 7 + [0] * 5
     assert (

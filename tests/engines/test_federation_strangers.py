@@ -37,8 +37,8 @@ class ToySite:
         if client in states.staged:
             receipt = f"{header['round']:06d}-{len(self.kept):032x}"
             self.kept[receipt] = states.staged[client]
-        told = {"withheld": result.withheld, "asked": result.asked}
-        answer = pack(result.message, client=result.client, receipt=receipt, **told)
+        got = {"withheld": result.withheld, "asked": result.asked}
+        answer = pack(result.message, client=result.client, receipt=receipt, **got)
         return self.forge(header["round"], answer) if header["exchange"] == "train" else answer
 
 

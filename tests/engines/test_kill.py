@@ -81,7 +81,7 @@ def test_interrupted_in_the_middle_of_a_round(tmp_path):
 
 @pytest.mark.parametrize("hook", ["on_run_begin", "on_task_end", "on_round_end", "on_run_end"])
 def test_an_error_in_a_callback_ends_the_run_and_keeps_whole_rounds(tmp_path, hook):
-    """Callbacks are the user's own code. A round is committed before ``on_round_end`` is told of it; each
+    """Callbacks are the user's own code. A round is committed before ``on_round_end`` is called; each
     of the 4 clients answers twice in round 1, to train and in its evaluation."""
     calls = []
 

@@ -160,8 +160,8 @@ def test_the_log_of_a_late_run_is_its_schedule(tmp_path):
     for record, plan in zip(records(tmp_path / "run"), whole.schedule(0), strict=True):
         assert record["time"] == plan.at
         assert record["staleness"] == plan.staleness
-        told = [(v["client"], v["late"], v["asked"], v["at"]) for v in record["visits"]]
-        assert told == [(v.client, plan.late(v), v.asked, v.at) for v in plan.visits]
+        got = [(v["client"], v["late"], v["asked"], v["at"]) for v in record["visits"]]
+        assert got == [(v.client, plan.late(v), v.asked, v.at) for v in plan.visits]
         assert record["cohort"] == sorted({v.client for v in plan.visits})
         lost += len(record["lost"])
     assert lost > 0

@@ -92,7 +92,7 @@ def test_the_record_of_a_round(tmp_path):
 
 
 def test_an_evaluation(tmp_path):
-    """Accuracies over clients, from the toy's distances; personal models beside the shared one.
+    """Accuracies over clients, from the toy's distances; personal models next to the shared one.
 
     A pair of the toy is chosen if the model is nearer to the target a than to −a: φ·a > 0.
     """

@@ -1,6 +1,6 @@
 """A run that loses pairs says so: on the terminal, in run.log, in summary.json, on its page, in a dry run.
 
-So does a site, and a hub is told nothing of it.
+So does a site, and nothing of it reaches a hub.
 """
 
 import json

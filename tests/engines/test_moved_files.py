@@ -1,4 +1,5 @@
-"""Traces and graphs in files beside the experiment: found there, moved with it, compared by their content."""
+"""Traces and graphs in files next to the experiment: found there, moved with it, compared by their
+content."""
 
 import pytest
 

@@ -122,8 +122,8 @@ def test_a_run_agrees_with_the_plain_one(tmp_path, graph, order):
         assert (state.tensors["personal"] - private[client].tensors["personal"]).norm() < 1e-12
     average = torch.stack([model.flat for model in models.values()]).mean(0)
     assert torch.allclose(mean.tensors["model"].flat, average, rtol=0, atol=1e-12)
-    told = [[r["consensus_before"], r["consensus_after"]] for r in records(tmp_path / "run")]
-    assert np.allclose(told, errors, rtol=1e-9, atol=1e-15)
+    got = [[r["consensus_before"], r["consensus_after"]] for r in records(tmp_path / "run")]
+    assert np.allclose(got, errors, rtol=1e-9, atol=1e-15)
 
 
 @settings(max_examples=4, deadline=None)

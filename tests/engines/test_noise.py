@@ -15,7 +15,7 @@ from prefed.engines import InProcess, base_rounds, privacy
 from prefed.engines.job import draw_cohort
 from prefed.networks.peers.run import of_peer
 from prefed.store import RunReader, RunWriter, StoreError
-from prefed.store.commit import BegunRounds
+from prefed.store.commit import RoundStarts
 
 LOCAL = {"kind": "local", "clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-5}
 CENTRAL = {**LOCAL, "kind": "central"}
@@ -45,9 +45,9 @@ def test_a_local_upload_has_noise_and_no_number(tmp_path):
     for one, other in zip(plain[:3], noisy[:3], strict=True):
         assert (one.client, one.sent_at) == (other.client, other.sent_at)
         assert (other.weight, other.scalars) == (1.0, {})
-        model, told = one.tensors["model"], other.tensors["model"]
+        model, got = one.tensors["model"], other.tensors["model"]
         assert (model - start.select(model)).norm() <= 0.3 + 1e-12
-        draws = (told - model).flat / 0.3
+        draws = (got - model).flat / 0.3
         size += len(draws)
         assert 0.4 < float(draws.std()) < 2  # 17 draws of N(0, 1)
     assert size == 3 * 17
@@ -116,7 +116,7 @@ def test_a_step_for_all_clients_is_not_hidden_by_the_draw_of_a_cohort():
 
 
 def test_a_central_round_without_uploads_has_noise_all_the_same(tmp_path):
-    """Poisson cohorts may be empty: a model that stood still would tell so."""
+    """Poisson cohorts may be empty: a model that did not change would show it."""
     privacy = {**CENTRAL, "secret_cohorts": True}
     job = toy.build(toy.text(**UNIFORM, cohort=1, privacy=privacy))
     job = replace(job, cohort=job.cohort.model_copy(update={"sampling": "poisson"}))
@@ -182,7 +182,7 @@ def test_a_round_that_is_done_again_is_counted_again(draws, most, tmp_path):
         toy.run(tmp_path / "run", callback=toy.InterruptAt(6 + 2), **options)
     toy.run(tmp_path / "run", resume=True, **options)
     assert [record["epsilon"] for record in RunReader(tmp_path / "run").rounds()] == [1, most]
-    assert (tmp_path / "run/checkpoint/begun.json").exists() == (draws == "system")
+    assert (tmp_path / "run/checkpoint/starts.json").exists() == (draws == "system")
 
 
 def test_system_noise_is_not_that_of_the_seed(tmp_path):
@@ -193,15 +193,18 @@ def test_system_noise_is_not_that_of_the_seed(tmp_path):
         assert one.tensors["model"].equal(other.tensors["model"]) == same
 
 
-def test_a_damaged_count_is_no_count(tmp_path):
-    path = tmp_path / "begun.json"
-    begun = BegunRounds(path)
-    begun.add(1), begun.add(2), begun.add(2)
-    assert begun.times() == {1: 1, 2: 2}
+def test_a_damaged_count_is_an_error(tmp_path):
+    path = tmp_path / "starts.json"
+    started = RoundStarts(path)
+    started.add(1), started.add(2), started.add(2)
+    assert started.times() == {1: 1, 2: 2}
     assert path.stat().st_mode & 0o777 == 0o600
-    path.write_text(json.dumps({"begun": {"1": "often"}}))
+    path.write_text(json.dumps({"starts": {"1": "often"}}))
     with pytest.raises(StoreError, match="10: 'often'; without it the"):
-        begun.times()
+        started.times()
+    path.rename(tmp_path / "begun.json")
+    with pytest.raises(StoreError, match=r"begun\.json is of prefed 0\.1\.0"):
+        started.times()
 
 
 def test_peers_draw_from_the_system(experiment):

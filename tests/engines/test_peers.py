@@ -1,4 +1,4 @@
-"""Peers: processes of their own on the loopback, beside the same run in one process."""
+"""Peers: separate processes on the loopback, compared with the same run in one process."""
 
 import json
 import re
@@ -68,9 +68,9 @@ def test_peers_have_the_numbers_of_one_process(place, tmp_path, method, graph, e
             record["bytes_up"] == sum(each["bytes_up"] for each in own) == sum(e["bytes_down"] for e in own)
         )
         assert record["loss"] == pytest.approx(np.mean([each["loss"] for each in own]), abs=1e-6)
-        told = record["evaluation"]["preference_accuracy"]["per_client"]
+        got = record["evaluation"]["preference_accuracy"]["per_client"]
         for client, each in zip(CLIENTS, own, strict=True):
-            assert each["evaluation"]["preference_accuracy"]["per_client"] == {client: told[client]}
+            assert each["evaluation"]["preference_accuracy"]["per_client"] == {client: got[client]}
             text = each["evaluation"]["text"]["own"]["per_client"]
             assert {name: own["answers"] for name, own in text.items()} == {client: 2}
             if exact:
@@ -141,9 +141,9 @@ def test_two_peers_with_one_rank_or_another_number_of_peers_are_told(tmp_path):
 
 def test_who_comes_after_all_have_come_is_sent_away():
     store = HashStore()
-    begun = Meeting(Place(0, 1))
-    begun._store = store
-    begun._wait_for_all(0.0)
+    started = Meeting(Place(0, 1))
+    started._store = store
+    started._wait_for_all(0.0)
     late = Meeting(Place(0, 1))
     late._store = store
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Whole runs whose clients end with models of their own: what is shared, and what states tell."""
+"""Whole runs whose clients end with own models: what is shared, and what states contain."""
 
 import json
 import math

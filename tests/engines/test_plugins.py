@@ -69,7 +69,7 @@ def stranger(tmp_path, monkeypatch):
 
 @pytest.fixture
 def file(place, tmp_path):
-    """An experiment file beside a method's file."""
+    """An experiment file next to a method's file."""
     (tmp_path / "lg.py").write_text(METHOD)
     (tmp_path / "rule.py").write_text(RULE)
     text = tomli_w.dumps(small_experiment(place)).replace('name = "feddpo"', 'name = "./lg.py"')
@@ -231,7 +231,7 @@ def test_init_shows_a_file(file, tmp_path, monkeypatch):
         ("./broken.py", r"broken.py cannot be imported: ZeroDivisionError"),
         ("./exits.py", r"exits.py cannot be imported: SystemExit: 0"),
         ("./plain.py", r"method 'lgfedavg': Settings must derive from LocalSettings"),
-        ("./beside.py", r"No module named 'lg'; a file cannot import its neighbours, .*: prefed new method"),
+        ("./next_to.py", r"No module named 'lg'; a file cannot import its neighbours, .*: prefed new method"),
         ("nopack.method:METHOD", r"no package is called 'nopack'; install it, or name a file"),
     ],
 )
@@ -243,7 +243,7 @@ def test_what_is_wrong_is_named(name, problem, file, tmp_path):
     (tmp_path / "nameless.py").write_text(METHOD.replace(", module=__name__", ""))
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "plain.py").write_text(METHOD.replace("Settings(LocalSettings)", "Settings"))
-    (tmp_path / "beside.py").write_text("from lg import METHOD\n")
+    (tmp_path / "next_to.py").write_text("from lg import METHOD\n")
     with pytest.raises(ConfigError, match=problem):
         Experiment.load(file, [f"method.name={name}"])
 
@@ -412,7 +412,7 @@ class TRACKER(Tracker):
         self.file = Path(__file__).with_name("tracked.txt")
     def log(self, number, figures):
         self.file.open("a").write(f"{number} {figures['loss']}\\n")
-    def finish(self, told):
+    def finish(self, results):
         self.file.open("a").write("finished\\n")
     def close(self, *, succeeded):
         self.file.open("a").write(f"closed {succeeded}\\n")
@@ -442,8 +442,8 @@ def test_a_format_of_ones_own_reads_the_rows(parts, place, tmp_path):
 def test_a_tracker_of_ones_own_logs_the_rounds(parts, tmp_path):
     (tmp_path / "log.py").write_text(TRACKER)
     result = run(parts("track.to=./log.py"), tmp_path / "run")
-    told = (tmp_path / "tracked.txt").read_text().splitlines()
-    assert told == [*(f"{r['round']} {r['loss']}" for r in result.rounds), "finished", "closed True"]
+    got = (tmp_path / "tracked.txt").read_text().splitlines()
+    assert got == [*(f"{r['round']} {r['loss']}" for r in result.rounds), "finished", "closed True"]
     with pytest.raises(ConfigError, match=r"no tracker is called 'tensorbord'; did you mean 'tensorboard'"):
         parts("track.to=tensorbord")
 
@@ -547,18 +547,18 @@ def trapped(run, name, digest):
         path.unlink()
 
 
-@pytest.mark.parametrize("place_of_trap", ["inside", "beside", "through proc", "a link"])
+@pytest.mark.parametrize("place_of_trap", ["inside", "next to", "through proc", "a link"])
 def test_a_strangers_run_executes_nothing(place_of_trap, file, tmp_path, stranger, monkeypatch):
     run(Experiment.load(file), tmp_path / "run")
     assert load_run(tmp_path / "run").method.name == "lgfedavg"
     monkeypatch.chdir(tmp_path)
     mark = tmp_path / "executed"
     trap = METHOD + TRAP.format(str(mark))
-    spot = tmp_path / ("evil.py" if place_of_trap == "beside" else "run/evil.py")
+    spot = tmp_path / ("evil.py" if place_of_trap == "next to" else "run/evil.py")
     spot.write_text(trap)
     name = {
         "inside": str(spot),
-        "beside": str(spot),
+        "next to": str(spot),
         "through proc": "/proc/self/cwd/run/evil.py",
         "a link": f"{tmp_path}/run/link.py",
     }[place_of_trap]

@@ -96,12 +96,12 @@ def test_a_run_in_which_nobody_could_be_told_of_is_refused():
 def test_the_server_drops_what_a_client_ought_not_to_have_sent(tmp_path):
     """A client that was changed sends its loss all the same; the others' uploads merge."""
 
-    def telling(message):
+    def reporting(message):
         return encode(replace(decode_upload(message), scalars={"loss": 0.25}))
 
     small = min(SMALL)
     whole = replace(job(rounds=1), privacy=Privacy(minimum_pairs=5))
-    _, (record,), _ = play(tmp_path / "run", whole, forging(telling, small))
+    _, (record,), _ = play(tmp_path / "run", whole, forging(reporting, small))
     (drop,) = record["dropped"]
     assert drop["client"] == small
     assert f"over {SIZES[small]} training pairs, fewer than [privacy] minimum_pairs" in drop["reason"]
@@ -112,8 +112,8 @@ def test_the_server_drops_what_a_client_ought_not_to_have_sent(tmp_path):
     "name", sorted(set(METHODS) - {"fedpdpo", "decdpo", "feddpa", "fedvpl", "fedvpa", "icl"})
 )
 def test_every_method_does_without_the_losses_of_small_clients(tmp_path, name):
-    """Every round merges everybody's upload, where some tell their loss, under the schedule that asks for it;
-    fedpdpo uploads as feddpo does, and its objective is not the toy's; decdpo has no server,
+    """Every round merges everybody's upload, where some report their loss, under the schedule that asks for
+    it; fedpdpo uploads as feddpo does, and its objective is not the toy's; decdpo has no server,
     icl no loss, and the toy no personal LoRA for feddpa. The toy's model has no taste: see
     ``tests/laws/test_taste_laws.py``."""
     whole = job(name, rounds=2, schedule="plateau")
@@ -123,7 +123,7 @@ def test_every_method_does_without_the_losses_of_small_clients(tmp_path, name):
 
 
 def test_an_undeclared_number_of_a_small_client_is_still_refused():
-    """Leaving out what may not be told must not hide what was never declared."""
+    """Leaving out what may not be reported must not hide what was never declared."""
     one = replace(job(clients=3, rounds=1), privacy=Privacy(minimum_pairs=MOST))
     (exchange,) = one.method.exchanges
 

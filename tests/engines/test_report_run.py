@@ -53,8 +53,8 @@ def test_the_answers_are_those_of_each_rounds_models(finished):
     known = rows(finished)
     models = [("shared", None), ("own", "left"), ("own", "right")]
     expected = [(0, "untouched", None), *((number, *model) for number in (1, 2, 3) for model in models)]
-    told = [(row["round"], row["model"], row.get("client"), row["prompt"]) for row in known]
-    assert told == [(*model, prompt) for model in expected for prompt in PROMPTS]
+    got = [(row["round"], row["model"], row.get("client"), row["prompt"]) for row in known]
+    assert got == [(*model, prompt) for model in expected for prompt in PROMPTS]
     loaded = Models(load_run(finished), Sampling(max_tokens=6, temperature=0))
     sides = {
         (0, "untouched", None): loaded.base(),

@@ -143,7 +143,8 @@ def test_a_grouping_uploads_as_many_losses_as_there_are_selectors_and_nothing_el
 
 
 def test_clients_that_are_never_scored_go_where_fewest_are(tmp_path):
-    """Those who may not tell, two or more here, are placed after the others, and stay at later groupings."""
+    """Clients that may not report, two or more here, are placed after the others, and stay at later
+    groupings."""
     server, rounds, _ = play(tmp_path / "run", cohort=None, minimum_pairs=5)
     members = server.values["clusters"]
     assert set(members) == set(NAMES)

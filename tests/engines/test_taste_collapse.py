@@ -47,11 +47,11 @@ def test_a_collapse_is_warned_of_once_while_the_run_goes_on(place, tmp_path, met
     means = np.stack([p.mean.double().numpy() for p in posteriors(result.server).values()])
     assert rounds[-1]["active_units"] == sum(np.var(means, axis=0) > 0.01)
     assert (rounds[ROUNDS // 2 - 1]["active_units"] < 2) == collapses
-    told = [text for text in heard.texts if "have not separated" in text]
-    assert len(told) == collapses
+    got = [text for text in heard.texts if "have not separated" in text]
+    assert len(got) == collapses
     log = (tmp_path / "run/run.log").read_text()
     assert log.count("have not separated") == collapses
-    for text in told:
+    for text in got:
         assert text.startswith(f"round {ROUNDS // 2}: ")
         assert all(key in text for key in ("local_steps", "beta", "pool", "rounds"))
 
@@ -102,7 +102,7 @@ def test_one_taste_that_serves_all_clients_is_no_collapse(right, collapsed):
         log_variances=np.zeros((n, 2)),
         accuracies=np.full((n, n), right),
         population=np.full(n, right),
-        told={},
+        got={},
         labels={},
         prototypes=np.zeros((0, 2)),
         trust={},

@@ -22,7 +22,7 @@ from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.labels import selectors_of
 from prefed.runs.loaded_run import load_run
 from prefed.runs.start_or_resume import settings_digest
-from prefed.runs.tastes import any_taste, at_taste, measure_tastes, read_tastes, server_taste, told_taste
+from prefed.runs.tastes import any_taste, at_taste, measure_tastes, published_taste, read_tastes, server_taste
 from prefed.store import RunReader
 from prefed.train import PairTrainer
 from prefed.ui.cli import app
@@ -75,8 +75,8 @@ def test_a_run_leaves_tastes_and_no_adapter(finished):
     population = [summary["shared_accuracy"]["per_client"][client] for client in tastes.clients]
     assert tastes.population.tolist() == pytest.approx(population)
     known = posteriors(opened.server)
-    assert set(tastes.told) == set(tastes.clients) & set(known)
-    for client, figure in tastes.told.items():
+    assert set(tastes.sent) == set(tastes.clients) & set(known)
+    for client, figure in tastes.sent.items():
         judged = evaluate(at_z(opened, known[client].mean)).figures["preference_accuracy"]
         assert judged["per_client"][client] == figure
     plain = json.loads(json.dumps(tastes.plain()))
@@ -91,14 +91,14 @@ def test_a_run_tells_its_tastes_to_its_owner(finished):
     """What ``read_tastes`` finds, to three digits; a run that goes on has none until it ends."""
     path = finished / "tastes.json"
     assert path.stat().st_mode & 0o777 == 0o600
-    told, plain = json.loads(path.read_text()), read_tastes(load_run(finished, data=True)).plain()
-    assert told.keys() == plain.keys()
-    assert told["clients"] == plain["clients"]
+    got, plain = json.loads(path.read_text()), read_tastes(load_run(finished, data=True)).plain()
+    assert got.keys() == plain.keys()
+    assert got["clients"] == plain["clients"]
     for name in ("own", "another", "population", "accuracies", "kl_per_dimension", "active_units"):
-        assert np.array(told[name]) == pytest.approx(np.array(plain[name]), abs=5e-4)
-    assert told["kl_per_dimension"] == [round(value, 3) for value in plain["kl_per_dimension"]]
-    assert told["prototypes"] == plain["prototypes"]
-    assert read_run(finished).tastes == told
+        assert np.array(got[name]) == pytest.approx(np.array(plain[name]), abs=5e-4)
+    assert got["kl_per_dimension"] == [round(value, 3) for value in plain["kl_per_dimension"]]
+    assert got["prototypes"] == plain["prototypes"]
+    assert read_run(finished).tastes == got
 
 
 def test_only_some_of_many_clients_are_told_of(finished):
@@ -242,7 +242,8 @@ def test_newcomers_are_evaluated_by_pairs(place, met):
 
 
 def test_newcomers_judge_by_a_taste_that_is_asked_for(met, monkeypatch):
-    """One row, of the published selector with that z in it: what all or three of w1's training pairs tell,
+    """One row, of the published selector with that z in it: what is inferred from all or three of w1's
+    training pairs,
     another client's, the mean. The model that scores w1's pairs is this one, and the row has its accuracy."""
     published = met.published("w1")
     trainer = met.job.trainer("w1", 1, "predict")
@@ -276,9 +277,9 @@ def test_an_evaluation_names_the_taste_that_judged(met):
     assert "own" not in shown.output
     assert re.search(r"population +1 +\d", shown.output)
     shown = CliRunner().invoke(app, ["evaluate", path, "--taste", "population", "--client", "w1", "--json"])
-    told = json.loads(shown.output)
-    assert told["taste"] == "population"
-    assert list(told["unseen_accuracy"]) == ["population"]
+    got = json.loads(shown.output)
+    assert got["taste"] == "population"
+    assert list(got["unseen_accuracy"]) == ["population"]
     plain = evaluate(met).plain()
     assert "taste" not in plain
     assert list(plain["unseen_accuracy"]) == ["0", "1", "pairs/2", "pairs/8"]
@@ -322,7 +323,7 @@ def test_at_one_taste_everybody_has_one_model(met, place):
 
 
 def test_who_can_be_asked_for_is_said(met):
-    """Commands that know what the server was told name these clients; an evaluation has everybody's pairs."""
+    """Commands that know what the server received name these clients; an evaluation has everybody's pairs."""
     with pytest.raises(RunError) as refused:
         any_taste(met, "nobody")
     assert str(refused.value).endswith(
@@ -330,13 +331,13 @@ def test_who_can_be_asked_for_is_said(met):
         "population, prototype:K, infer:FILE, infer:N with --client ID"
     )
     with pytest.raises(RunError, match=r"did you mean 'population'\? A taste is the ID of a client"):
-        told_taste(met, "populaton")
+        published_taste(met, "populaton")
     with pytest.raises(RunError, match=r"'w0', 'w1', 'w2'\. A taste is .* own, prototype:K, infer:N, infer:"):
         at_taste(met, "nobody")
     with pytest.raises(RunError, match=r"sent no taste: .*: infer:FILE, or infer:8 with --client 'w1'"):
         any_taste(met, "w1")
     with pytest.raises(RunError, match=r"sent no taste: .*; clients with a taste: 'w0', 'w2'"):
-        told_taste(met, "w1")
+        published_taste(met, "w1")
 
 
 def test_a_client_with_the_name_of_another_taste_is_warned_of(met, caplog, monkeypatch):
@@ -344,7 +345,7 @@ def test_a_client_with_the_name_of_another_taste_is_warned_of(met, caplog, monke
     sizes = met.trainers.dataset.sizes
     names = dict.fromkeys(("population", "own", "infer:2"), sizes["w0"])
     monkeypatch.setattr(met.trainers, "dataset", replace(met.trainers.dataset, sizes={**sizes, **names}))
-    assert torch.equal(told_taste(met, "population"), met.server.tensors[POPULATION][Z])
+    assert torch.equal(published_taste(met, "population"), met.server.tensors[POPULATION][Z])
     for taste in ("own", "infer:2"):
         at_taste(met, taste)
     at_taste(met, "w0")

@@ -71,9 +71,9 @@ def test_a_run_on_thumbs(place, method, tmp_path):
     assert not re.search("share of pairs (whose|on which|in which)", page)
     again = evaluate(load_run(tmp_path / "run", data=True))
     for name in THUMBS | REWARDS:
-        told = summary[name]
-        told = told if isinstance(told, float) else told["mean"]
-        assert again.figures[name]["mean"] == pytest.approx(told, rel=1e-6)
+        got = summary[name]
+        got = got if isinstance(got, float) else got["mean"]
+        assert again.figures[name]["mean"] == pytest.approx(got, rel=1e-6)
     assert [*again.figures["reward_down"]["per_client"]] == ["right"]
 
 

@@ -1,4 +1,4 @@
-"""A run that tells every tool that is installed, stopped and resumed: what each wrote, read back."""
+"""A run that logs to every installed tool, stopped and resumed: what each wrote, read back."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def told(place, tmp_path_factory):
+def got(place, tmp_path_factory):
     """The run directory of FedSDG, whose gates are private, interrupted in its second round and resumed."""
     if not INSTALLED:
         pytest.skip("no tracker is installed: pip install 'prefed[tensorboard]'")
-    folder = tmp_path_factory.mktemp("told")
+    folder = tmp_path_factory.mktemp("logged")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("WANDB_MODE", "offline")
@@ -49,7 +49,7 @@ def told(place, tmp_path_factory):
         tree["method"]["name"] = "fedsdg"
         with pytest.raises(KeyboardInterrupt):
             run(Experiment.model_validate(tree), folder / "run", callbacks=[toy.InterruptAt(6)])
-        assert json.loads((folder / "run/track.json").read_text())[INSTALLED[0]]["told"] == 1
+        assert json.loads((folder / "run/track.json").read_text())[INSTALLED[0]]["logged"] == 1
         run(Experiment.model_validate(tree), folder / "run", resume=True, page=public_page)
     return folder / "run"
 
@@ -72,30 +72,30 @@ def expected(path):
 
 def known(path, name):
     state = json.loads((path / "track.json").read_text())[name]
-    assert (state["told"], state["finished"]) == (ROUNDS, ROUNDS)
+    assert (state["logged"], state["finished"]) == (ROUNDS, ROUNDS)
     return state["known"]
 
 
-def test_the_numbers_are_those_of_a_run_that_tells_nobody(told, place, tmp_path):
+def test_the_numbers_are_those_of_a_run_that_tells_nobody(got, place, tmp_path):
     tree = small_experiment(place, rounds=ROUNDS)
     tree["method"]["name"] = "fedsdg"
     run(Experiment.model_validate(tree), tmp_path / "run")
     names = ("checkpoint/COMMIT.json", "adapters/shared/adapter_model.safetensors")
-    commits = [json.loads((path / names[0]).read_text()) for path in (told, tmp_path / "run")]
+    commits = [json.loads((path / names[0]).read_text()) for path in (got, tmp_path / "run")]
     assert commits[0]["settings"] == commits[1]["settings"]
     assert commits[0]["digests"]["server"] == commits[1]["digests"]["server"]
     assert commits[0]["digests"]["clients"] == commits[1]["digests"]["clients"]
-    assert (told / names[1]).read_bytes() == (tmp_path / "run" / names[1]).read_bytes()
+    assert (got / names[1]).read_bytes() == (tmp_path / "run" / names[1]).read_bytes()
 
 
-def test_tensorboard(told):
+def test_tensorboard(got):
     """By its own reader. Curves have each round once; a text has the clients and one the experiment."""
     needs("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(told / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0})
+    events = EventAccumulator(str(got / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0})
     events.Reload()
-    rounds, summary = expected(told)
+    rounds, summary = expected(got)
     for name in rounds[1]:
         points = [(point.step, point.value) for point in events.Scalars(name)]
         assert points == [(n, pytest.approx(rounds[n][name], rel=1e-6)) for n in range(1, ROUNDS + 1)]
@@ -106,7 +106,7 @@ def test_tensorboard(told):
         for name in ("config", "clients")
     }
     assert '"name": "fedsdg"' in texts["config"][0]
-    columns, rows = client_table(summary_of(told))
+    columns, rows = client_table(summary_of(got))
     head, _, *table = texts["clients"][0].splitlines()
     assert head == f"| {' | '.join(columns)} |"
     assert table == [f"| {' | '.join(map(str, row))} |" for row in rows]
@@ -130,10 +130,10 @@ def wandb_records(path):
             part = b""
 
 
-def test_wandb(told):
+def test_wandb(got):
     """Offline: two folders of one run, since it was stopped once."""
     needs("wandb")
-    files = sorted((told / "wandb").glob(f"offline-run-*/run-{known(told, 'wandb')}.wandb"))
+    files = sorted((got / "wandb").glob(f"offline-run-*/run-{known(got, 'wandb')}.wandb"))
     assert len(files) == 2
     steps, summary, pages, named = {}, {}, [], set()
     for record in (record for path in files for record in wandb_records(path)):
@@ -150,67 +150,67 @@ def test_wandb(told):
         if record.HasField("artifact") and record.artifact.type == "report":
             pages += [Path(entry.local_path).read_text() for entry in record.artifact.manifest.contents]
     assert named == {("wards", "run")}
-    rounds, figures = expected(told)
+    rounds, figures = expected(got)
     assert {n: {k: row[k] for k in rounds[1]} for n, row in steps.items() if n in rounds} == rounds
     assert {name: summary[name] for name in figures} == figures
-    (table,) = (told / "wandb").glob("offline-run-*/files/media/table/*.json")
+    (table,) = (got / "wandb").glob("offline-run-*/files/media/table/*.json")
     content = json.loads(table.read_text())
-    assert (content["columns"], content["data"]) == client_table(summary_of(told))
-    assert pages == [public_page(told)]
+    assert (content["columns"], content["data"]) == client_table(summary_of(got))
+    assert pages == [public_page(got)]
 
 
-def test_mlflow(told):
+def test_mlflow(got):
     """By its own client."""
     needs("mlflow")
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{told.parent}/mlflow.db")
-    identity = known(told, "mlflow")
+    client = MlflowClient(f"sqlite:///{got.parent}/mlflow.db")
+    identity = known(got, "mlflow")
     experiment = client.get_experiment_by_name("wards")
     (found,) = client.search_runs([experiment.experiment_id])
     assert (found.info.run_id, found.info.run_name, found.info.status) == (identity, "run", "FINISHED")
     assert found.data.params["method.name"] == "fedsdg"
     assert found.data.params["rounds"] == str(ROUNDS)
-    rounds, figures = expected(told)
+    rounds, figures = expected(got)
     for name in rounds[1]:
         history = {m.step: m.value for m in client.get_metric_history(identity, name)}
         assert history == {n: rounds[n][name] for n in rounds}
     assert {name: found.data.metrics[name] for name in figures} == figures
     folder = Path(found.info.artifact_uri.removeprefix("file://"))
-    columns, rows = client_table(summary_of(told))
+    columns, rows = client_table(summary_of(got))
     table = list(csv.reader((folder / "clients.csv").open()))
     assert table == [columns, *([str(value) for value in row] for row in rows)]
-    assert (folder / "report.html").read_text() == public_page(told)
+    assert (folder / "report.html").read_text() == public_page(got)
 
 
-def test_trackio(told):
+def test_trackio(got):
     """By the database that it keeps."""
     needs("trackio")
-    name = known(told, "trackio")
-    with sqlite3.connect(told.parent / "trackio_dir/wards.db") as database:
+    name = known(got, "trackio")
+    with sqlite3.connect(got.parent / "trackio_dir/wards.db") as database:
         rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
         configs = database.execute("select run_name, config from configs").fetchall()
     assert {row[0] for row in rows} == {name}
     merged = {}
     for _, step, metrics in rows:
         merged.setdefault(step, {}).update(json.loads(metrics))
-    rounds, figures = expected(told)
+    rounds, figures = expected(got)
     assert {n: {k: merged[n][k] for k in rounds[n]} for n in rounds} == rounds
     assert {k: merged[ROUNDS][k] for k in figures} == figures
-    columns, table = client_table(summary_of(told))
+    columns, table = client_table(summary_of(got))
     shown = merged[ROUNDS]["clients"]["_value"]
     assert [[row[column] for column in columns] for row in shown] == table
     assert [json.loads(config)["method"]["name"] for _, config in configs] == ["fedsdg"]
-    blobs = (told.parent / "trackio_dir/artifacts").rglob("*")
-    assert public_page(told) in [path.read_text() for path in blobs if path.is_file()]
+    blobs = (got.parent / "trackio_dir/artifacts").rglob("*")
+    assert public_page(got) in [path.read_text() for path in blobs if path.is_file()]
 
 
-def test_nothing_private_is_in_what_the_tools_wrote(told):
+def test_nothing_private_is_in_what_the_tools_wrote(got):
     """Not a word of a prompt or a response, and no gate of a client, which the run directory does hold."""
-    assert json.loads((told / "checkpoint/personal.json").read_text())["gate"]["left"]
-    assert "personal" in summary_of(told)
-    own = {path for name in ("cache", "checkpoint", "adapters") for path in (told / name).rglob("*")}
-    written = [path for path in told.parent.rglob("*") if path.is_file() and path not in own]
+    assert json.loads((got / "checkpoint/personal.json").read_text())["gate"]["left"]
+    assert "personal" in summary_of(got)
+    own = {path for name in ("cache", "checkpoint", "adapters") for path in (got / name).rglob("*")}
+    written = [path for path in got.parent.rglob("*") if path.is_file() and path not in own]
     texts = {path: path.read_bytes() for path in written}
     for words in (b"Case 1", b" we go", b'"gate": {"left"', b"gates</h"):
         assert [path for path, data in texts.items() if words in data] == []
@@ -269,8 +269,8 @@ def test_a_tool_that_is_missing_is_an_error_before_the_run(place, tmp_path, monk
     file = tmp_path / "first.toml"
     file.write_text(to_toml(Experiment.model_validate(small_experiment(place))))
     out = tmp_path / "run"
-    told = CliRunner().invoke(app, ["run", str(file), "--out", str(out), "--track", "wandb"])
-    assert told.exit_code == 1
-    assert "[track] to = 'wandb': cannot import its package" in told.stderr
-    assert "install it with pip install 'prefed[wandb]', or remove 'wandb'" in told.stderr
+    got = CliRunner().invoke(app, ["run", str(file), "--out", str(out), "--track", "wandb"])
+    assert got.exit_code == 1
+    assert "[track] to = 'wandb': cannot import its package" in got.stderr
+    assert "install it with pip install 'prefed[wandb]', or remove 'wandb'" in got.stderr
     assert not out.exists()

@@ -81,7 +81,7 @@ def test_merged_is_a_plain_model(base: Path, tmp_path: Path, needs: tuple[str, .
 
 def test_client_folder_holds_every_part(base: Path, tmp_path: Path) -> None:
     """All parts at once, saved and loaded, give the same logits and reward head to the bit. Every weight is a
-    part that no LoRA stands beside."""
+    part without a LoRA."""
     model, tensors = load(base, *(part for part in PART_BUILDERS if part not in ("norm", "lora", "weights")))
     want = logits(model.causal)
     save_client(model, tensors, tmp_path / "client")

@@ -1,4 +1,5 @@
-"""``[model] train = "full"``: a model whose every weight trains, beside transformers and torch alone."""
+"""``[model] train = "full"``: a model whose every weight trains, compared with plain transformers and
+torch."""
 
 import numpy as np
 import pytest

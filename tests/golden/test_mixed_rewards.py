@@ -105,7 +105,7 @@ def test_a_newcomer_fits_its_weights_alone_and_to_as_many_pairs_as_are_asked(pai
     run = Federation(name, {**SETTINGS, "local_steps": 2}, pairs).run(20)
     published, start = run.method.publish(run.server, "new"), run.model.initial["mixture/logits"]
     rows = ROWS[:14]
-    told = run.client("new", 1, rows).key.at("pairs").numpy().permutation(rows)[:4]
+    got = run.client("new", 1, rows).key.at("pairs").numpy().permutation(rows)[:4]
 
     def fitted(swapped):
         signs = type(run.trainer.model).signs
@@ -115,8 +115,8 @@ def test_a_newcomer_fits_its_weights_alone_and_to_as_many_pairs_as_are_asked(pai
             return run.method.infer(run.client("new", 1, rows), published, 4)
 
     model = fitted([])
-    assert model.equal(fitted(np.setdiff1d(rows, told)))
-    assert not model.equal(fitted(told[:1]))
+    assert model.equal(fitted(np.setdiff1d(rows, got)))
+    assert not model.equal(fitted(got[:1]))
     assert not model["mixture/logits"].equal(start)
     nobody = run.method.infer(run.client("new", 1, rows[:0]), published, 4)
     steps = run.method.adapt(run.client("new", 1, rows), published, 5)

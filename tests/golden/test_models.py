@@ -51,7 +51,7 @@ def agree(got: np.ndarray, want: np.ndarray, tokens: Pairs) -> None:
 
 @pytest.mark.parametrize("kind", zoo.QUICK)
 def test_an_exported_adapter_gives_in_peft_what_the_trainer_gives(kind: str, tmp_path: Path) -> None:
-    """A gated personal branch beside the shared one, dropout left at its default, a forward pass for each
+    """A gated personal branch next to the shared one, dropout left at its default, a forward pass for each
     response. Merged, the model is one that transformers alone loads."""
     plain, model = adapted(kind, SDG)
     tensors, tokens = away(model.layout, model.initial), Pairs(4)

@@ -1,4 +1,4 @@
-"""The trainer's loss and gradients beside TRL's DPOTrainer on the same tokens and the same tensors."""
+"""The trainer's loss and gradients compared with TRL's DPOTrainer on the same tokens and the same tensors."""
 
 from __future__ import annotations
 

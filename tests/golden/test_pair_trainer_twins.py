@@ -71,7 +71,7 @@ def test_attention_of_a_cpu_equals_that_of_a_gpu(family: str, rewards: bool, mon
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "gemma"])
 def test_fp32_against_fp64(family: str) -> None:
-    """The packed path in fp32 beside PEFT's own forward, padded, in fp64: gradients within 1e-5."""
+    """The packed path in fp32 compared with PEFT's own forward, padded, in fp64: gradients within 1e-5."""
     fast, exact = backbone(family), backbone(family, fast=False, double=True)
     got, grad = gradients(PairTrainer(fast, PAIRS).model.forward, fast, False)
     start = away(exact.layout, exact.initial)

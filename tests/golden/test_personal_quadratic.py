@@ -386,8 +386,8 @@ def test_fedala_learns_the_best_weights(grain):
             square = d * d
         best = np.clip(toward / square, 0, 1)
         close(run.private[client].tensors["weights"], best, rtol=1e-6)
-        begun = old[client] + best * d
-        close(run.private[client].tensors["own"], a + (1 - RATE) ** 2 * (begun - a), rtol=1e-6)
+        started = old[client] + best * d
+        close(run.private[client].tensors["own"], a + (1 - RATE) ** 2 * (started - a), rtol=1e-6)
         some_inside.append(bool(((best > 0.01) & (best < 0.99)).any()))
     assert any(some_inside)
 

@@ -65,7 +65,8 @@ def test_a_mix_shrinks_what_parts_the_clients_by_rho_at_least(matrix, seed):
 
 @given(matrices(), st.integers(0, 2**32), st.integers(1, 9))
 def test_these_laws_hold_of_models_that_are_mixed_a_few_numbers_at_a_time(matrix, seed, size):
-    """Two columns in memory at a time, read and written elsewhere. The errors told are those of the rows."""
+    """Two columns in memory at a time, read and written elsewhere. The reported errors are those of the
+    rows."""
     nodes = matrix.shape[0]
     theta = torch.from_numpy(Key(seed).numpy().standard_normal((nodes, size)))
     new = torch.zeros_like(theta)

@@ -55,13 +55,13 @@ def test_a_local_update_is_at_most_as_long_as_the_clip(sent, own, clip):
     # In float64 no rounding of the result to the model's dtype stands in the way of the law.
     sent = {name: group.to(torch.float64) for name, group in sent.items()}
     own = {name: group.to(torch.float64) for name, group in own.items()}
-    told = privatize(upload("a", own), Download(sent), EXCHANGE, private("local", clip), None).tensors
+    got = privatize(upload("a", own), Download(sent), EXCHANGE, private("local", clip), None).tensors
     zero = {"model": sent["model"], "control": own["control"] * 0.0}
-    before, after = flat(own) - flat(zero), flat(told) - flat(zero)
+    before, after = flat(own) - flat(zero), flat(got) - flat(zero)
     size = float(flat(sent).abs().max() + flat(own).abs().max())
     assert float(after.norm()) <= clip + 1e-12 * (1 + size)
     if float(before.norm()) <= clip:
-        assert all(told[name].equal(own[name]) for name in own)
+        assert all(got[name].equal(own[name]) for name in own)
     else:
         assert torch.allclose(after, before * (clip / before.norm()), atol=1e-11 * (1 + size), rtol=1e-9)
 
@@ -133,20 +133,20 @@ def test_what_is_not_finite_stays_so(broken):
     own = {"model": Tensors(LAYOUT, torch.tensor([broken, 1.0, 2.0, 3.0, 4.0]))}
     sent = Download({"model": Tensors.zeros(LAYOUT)})
     for noise in (0.0, 1.0):
-        told = privatize(upload("a", own), sent, EXCHANGE, private("local", 1.0, noise), None)
-        assert not told.tensors["model"].isfinite()
+        got = privatize(upload("a", own), sent, EXCHANGE, private("local", 1.0, noise), None)
+        assert not got.tensors["model"].isfinite()
 
 
 @pytest.mark.parametrize(("far", "passes"), [(2.0**20, True), (2.0**52, False)])
 def test_no_download_makes_a_step_outgrow_its_bound(far, passes):
-    """The client moves one number by 3 and the clip is 0.6. Beside 2^52 float64 has whole numbers alone, and
-    a step of 0.6 is rounded to 1. Beside 2^20 its spacing is 2^-32."""
+    """The client moves one number by 3 and the clip is 0.6. Near 2^52 float64 has only whole numbers, and
+    a step of 0.6 is rounded to 1. Near 2^20 its spacing is 2^-32."""
     sent = {"model": Tensors(LAYOUT, torch.full((5,), far, dtype=torch.float64))}
     own = {"model": Tensors(LAYOUT, torch.tensor([far + 3.0, *[far] * 4], dtype=torch.float64))}
-    told = privatize(upload("a", own), Download(sent), EXCHANGE, private("local", 0.6), None).tensors["model"]
-    assert told.isfinite() == passes
+    got = privatize(upload("a", own), Download(sent), EXCHANGE, private("local", 0.6), None).tensors["model"]
+    assert got.isfinite() == passes
     if passes:
-        assert float((told.flat - sent["model"].flat)[0]) == pytest.approx(0.6, abs=2.0**-32)
+        assert float((got.flat - sent["model"].flat)[0]) == pytest.approx(0.6, abs=2.0**-32)
 
 
 PLAIN = [

@@ -77,10 +77,10 @@ def test_peers_are_others_that_sent_and_absent_ones_are_masked(pairs):
         assert peers["peers/present"].tolist() == present
         assert not peers["peers/mean"][peers["peers/present"] == 0].any()
     last = {upload.client: upload for upload in run.uploads}
-    told = posteriors.posteriors(run.server)
-    assert list(told) == ["a", "b", "d"]
-    torch.testing.assert_close(told["b"].mean, last["b"].tensors["posterior"]["posterior/mean"])
-    mean = torch.stack([posterior.mean for posterior in told.values()]).mean(0)
+    got = posteriors.posteriors(run.server)
+    assert list(got) == ["a", "b", "d"]
+    torch.testing.assert_close(got["b"].mean, last["b"].tensors["posterior"]["posterior/mean"])
+    mean = torch.stack([posterior.mean for posterior in got.values()]).mean(0)
     torch.testing.assert_close(run.server.tensors["taste"][Z], mean)
 
 
@@ -97,7 +97,7 @@ def test_trust_is_in_those_whose_posteriors_are_in_the_prior(pairs, latest, othe
 
 
 def test_an_upload_has_two_latents_more_and_nothing_else(pairs):
-    """2 · 4 numbers beside φ_i; no hidden state, no z of a step, no log π, in either direction."""
+    """2 · 4 numbers next to φ_i; no hidden state, no z of a step, no log π, in either direction."""
     run = Federation("fedvpa", {}, pairs).run(2)
     (exchange,) = run.method.exchanges
     for upload in run.uploads[-4:]:
@@ -130,10 +130,10 @@ def test_a_client_tells_its_taste_under_the_model_that_all_got(pairs):
     run.run(1)
     for upload in run.uploads:
         client = run.client(upload.client, 1)
-        told = upload.tensors["posterior"]
+        got = upload.tensors["posterior"]
         for tensors, same in ((start, True), (start.replace(upload.tensors["model"]), False)):
             found = summarize(*client.posteriors(tensors, Objective(LATENT.name, {})))
-            assert torch.equal(told["posterior/mean"], found.mean) is same
+            assert torch.equal(got["posterior/mean"], found.mean) is same
 
 
 def test_a_small_client_sends_no_posterior_and_none_is_taken_from_it(pairs):
@@ -174,14 +174,14 @@ def test_a_hostile_posterior_leaves_the_others_finite(pairs, value):
 @pytest.mark.parametrize("prototypes", [False, True])
 @pytest.mark.parametrize("teller", ["a", "ab"])
 def test_a_hostile_posterior_among_the_first_leaves_the_others_finite(pairs, prototypes, teller):
-    """Nobody, or one client, told a taste before, so no median bounds it: c's whole prior is the liar, and it
+    """Nobody, or one client, sent a taste before, so no median bounds it: c's whole prior is the liar, and it
     still trains, and judges with the population's taste, in finite numbers."""
     run = Federation("fedvpa", {"prototypes": prototypes}, pairs).run(1, [teller])
     (exchange,) = run.method.exchanges
-    told = run.uploads[0].tensors["posterior"]
+    got = run.uploads[0].tensors["posterior"]
     far = {"posterior/mean": torch.full((4,), 1e30), "posterior/log_variance": torch.full((4,), -1e30)}
     lying = replace(
-        run.uploads[0], tensors={**run.uploads[0].tensors, "posterior": Tensors.gather(told.layout, far)}
+        run.uploads[0], tensors={**run.uploads[0].tensors, "posterior": Tensors.gather(got.layout, far)}
     )
     server = exchange.merge(run.method.init_server(run.model.initial), [lying, *run.uploads[1:]], run.now(1))
     assert float(server.tensors["taste"][Z].norm()) < 10
@@ -196,8 +196,8 @@ def test_under_a_robust_rule_one_liar_does_not_move_the_populations_taste_out_of
     run = Federation("fedvpa", {}, pairs, merge=rule).run(1)
     (exchange,) = run.method.exchanges
     honest = torch.stack([u.tensors["posterior"]["posterior/mean"] for u in run.uploads[1:]])
-    told = run.uploads[0].tensors["posterior"]
-    far = told.replace({"posterior/mean": -1e3 * honest.mean(0).sign()})
+    got = run.uploads[0].tensors["posterior"]
+    far = got.replace({"posterior/mean": -1e3 * honest.mean(0).sign()})
     lying = replace(run.uploads[0], tensors={**run.uploads[0].tensors, "posterior": far})
     server = run.method.init_server(run.model.initial)
     taste = exchange.merge(server, [lying, *run.uploads[1:]], run.now(1)).tensors["taste"][Z]
@@ -210,9 +210,9 @@ def test_prototypes_that_an_upload_brings_do_not_widen_the_bound_on_its_posterio
     run = Federation("fedvpa", {}, pairs).run(1)
     (exchange,) = run.method.exchanges
     upload = run.uploads[0]
-    model, told = upload.tensors["model"], upload.tensors["posterior"]
+    model, got = upload.tensors["model"], upload.tensors["posterior"]
     long = model.replace({"prototypes": 1e3 * model["prototypes"]})
-    far = told.replace({"posterior/mean": torch.full((4,), 1e4)})
+    far = got.replace({"posterior/mean": torch.full((4,), 1e4)})
     lying = replace(upload, tensors={"model": long, "posterior": far})
     server = exchange.merge(run.method.init_server(run.model.initial), [lying], run.now(1))
     assert posteriors.posteriors(server)["a"].mean.norm() <= 3 * 2.0 + 1e-5
@@ -247,8 +247,8 @@ def test_noise_on_a_posterior_is_named_and_changes_nothing_else(pairs):
         for noise in (0.0, 0.5, 0.5)
     )
     for upload in clipped.uploads:
-        told = upload.tensors["posterior"]
-        vector = torch.cat([told["posterior/mean"], told["posterior/log_variance"] + 3])
+        got = upload.tensors["posterior"]
+        vector = torch.cat([got["posterior/mean"], got["posterior/log_variance"] + 3])
         assert float(vector.norm()) <= 1 + 1e-5
     assert encode(noisy.server) == encode(again.server)
     assert clipped.server.tensors["model"].equal(noisy.server.tensors["model"])

@@ -211,12 +211,12 @@ def test_the_command_looks_for_noise(tmp_path):
     file = tmp_path / "experiment.toml"
     file.write_text(to_toml(experiment(privacy=CENTRAL)))
     shown = CliRunner().invoke(app, ["privacy", str(file), "--epsilon", "4", "--json"])
-    told = json.loads(shown.output)
-    assert told["epsilon"] == pytest.approx(4.0, abs=2e-3)
-    assert told["epsilon"] <= 4.0
-    assert (told["releases"], told["adjacency"]) == (8, "one client sends nothing")
-    told = CliRunner().invoke(app, ["privacy", str(file), "--set", "privacy.noise_multiplier=0"]).output
-    assert "unbounded, without noise" in told
+    got = json.loads(shown.output)
+    assert got["epsilon"] == pytest.approx(4.0, abs=2e-3)
+    assert got["epsilon"] <= 4.0
+    assert (got["releases"], got["adjacency"]) == (8, "one client sends nothing")
+    got = CliRunner().invoke(app, ["privacy", str(file), "--set", "privacy.noise_multiplier=0"]).output
+    assert "unbounded, without noise" in got
     # A federation's file: the sites have the data.
     tables = experiment(privacy=CENTRAL).tables()
     del tables["data"]
@@ -234,25 +234,25 @@ def test_the_table_of_noise_has_the_epsilons_of_its_page():
     folder = Path(__file__).resolve().parents[2] / "experiments" / "privacy"
     page = (folder / "README.md").read_text("utf-8")
     cells = load_table(folder / "noise.toml").cells(folder / "noise.toml")
-    told = {}
+    got = {}
     for name in cells.keys() - {"plain", "clip"}:
         promised, releases = plan(planned := cells[name].experiment())
-        told[name] = promised.epsilon(releases, planned.privacy.delta)
-    assert told.pop("local-4") == told["central-2"]
-    told = dict(sorted(told.items()))
-    assert list(told) == ["central-1", "central-2", "central-4", "central-8"]
-    assert f"| {', '.join(f'{epsilon:.3g}' for epsilon in told.values())} |" in page
+        got[name] = promised.epsilon(releases, planned.privacy.delta)
+    assert got.pop("local-4") == got["central-2"]
+    got = dict(sorted(got.items()))
+    assert list(got) == ["central-1", "central-2", "central-4", "central-8"]
+    assert f"| {', '.join(f'{epsilon:.3g}' for epsilon in got.values())} |" in page
     assert all(
         cell.experiment() for cell in load_table(folder / "clip.toml").cells(folder / "clip.toml").values()
     )
 
 
 def test_the_line_of_a_result():
-    told = {
+    got = {
         **{"kind": "local", "epsilon": 3.14159, "delta": 1e-5, "adjacency": "A", "bound": "B"},
         **{"releases": 1, "draws": "seed"},
     }
-    assert privacy_line(told) == (
+    assert privacy_line(got) == (
         "privacy: local, epsilon 3.14 at delta 1e-05 (A; B; 1 release; the seed reveals the noise)"
     )
 
@@ -337,7 +337,8 @@ def test_what_noise_cannot_hide_is_refused(subtests):
 
 
 def test_all_other_methods_go_with_a_kind():
-    """And local noise with every merge rule: what a server makes of noised uploads tells nothing more."""
+    """And local noise with every merge rule: what a server computes from noised uploads reveals nothing
+    more."""
     from prefed.methods import METHODS
 
     for name, kind in METHODS.items():
@@ -362,6 +363,6 @@ def test_the_settings_digest_covers_privacy_and_sampling():
 def test_a_cell_of_a_table_is_told_before_its_run():
     """The bound of this row in the README of ``experiments/privacy``; a table without a name is refused."""
     path = str(Path(__file__).resolve().parents[2] / "experiments" / "privacy" / "noise.toml")
-    told = CliRunner().invoke(app, ["privacy", path, "--cell", "central-2", "--json"])
-    assert json.loads(told.stdout)["epsilon"] == pytest.approx(5.42, abs=0.005)
+    got = CliRunner().invoke(app, ["privacy", path, "--cell", "central-2", "--json"])
+    assert json.loads(got.stdout)["epsilon"] == pytest.approx(5.42, abs=0.005)
     assert CliRunner().invoke(app, ["privacy", path]).exit_code != 0

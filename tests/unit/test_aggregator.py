@@ -141,7 +141,7 @@ def test_steps_beside_the_model(rule: str, expected: list[tuple[float, float]]) 
 
 
 def test_a_rule_from_outside_gets_weights_that_sum_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a model and for steps beside it. The mean of 0 and 4 with weights 1 to 3 is 3, and two steps whose
+    """For a model and for other steps. The mean of 0 and 4 with weights 1 to 3 is 3, and two steps whose
     weights 0.1 and 0.3 sum to 0.4 are one step of weight 0.4."""
     rule = MergeRule(lambda values, weights: weighted_mean(values, weights))
     monkeypatch.setitem(MERGE_RULES._loaded, ("own", ""), rule)
@@ -187,7 +187,7 @@ def test_half_of_the_clients_cannot_have_the_others_refused() -> None:
 
 def test_half_of_the_clients_cannot_send_what_they_like() -> None:
     """The server's model has length 5, and two updates have lengths 1 and x: x may be at most 10 times 5. The
-    honest one also passes beside one of 1e-30. Of four, the lower middle one is honest: with 1, 7, 80 and 80
+    honest one also passes next to one of 1e-30. Of four, the lower middle one is honest: with 1, 7, 80 and 80
     the bound is 10 · 7."""
     there = {"model": tensors(PLAIN, 3, 4, 0, 0)}
 

@@ -1,4 +1,4 @@
-"""The best round in a run directory: kept beside the last, whole, private, and through any crash."""
+"""The best round in a run directory: kept next to the last, whole, private, and through any crash."""
 
 import contextlib
 import os
@@ -37,8 +37,8 @@ def play(path, rounds=5, resume=False):
             node_file = store.nodes.create("next", 3, 2, torch.float32)
             for node in range(3):
                 node_file.put(node, torch.full((2,), 10.0 * number + node))
-            told = None if number in (2, 5) else best(number)
-            store.finish_round(state(number), {"round": number}, {}, best=told)
+            got = None if number in (2, 5) else best(number)
+            store.finish_round(state(number), {"round": number}, {}, best=got)
 
 
 def values(reader):

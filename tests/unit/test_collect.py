@@ -299,11 +299,11 @@ def prompt_of(opened):
 
 
 def test_responses_are_drawn_ahead_and_typed_prompts_come_next(tmp_path):
-    told, echo = [], Echo()
-    with drawing(tmp_path, ["one", "mute", "two", "one", "three"], echo, 2, told.append) as (opened, drawn):
+    got, echo = [], Echo()
+    with drawing(tmp_path, ["one", "mute", "two", "one", "three"], echo, 2, got.append) as (opened, drawn):
         until(opened, lambda: len(echo.drawn) == 3)
         until(opened, lambda: opened.progress().of == 3)
-        assert (echo.drawn, told) == (["one", "mute", "two"], ['left out: "mute": it is mute'])
+        assert (echo.drawn, got) == (["one", "mute", "two"], ['left out: "mute": it is mute'])
         assert (prompt_of(opened), opened.current().question.responses) == ("one", ("one 1", "one 2"))
         drawn.add("typed")
         until(opened, lambda: prompt_of(opened) == "typed")

@@ -209,21 +209,21 @@ def compare(*words, code=0):
 
 def test_json_says_all_that_the_page_says(runs):
     """Ditto's mean is 0.625; less feddpo's 0.5775, 0.58 and 0.5825 that is 0.045, deviation 0.0025."""
-    told = json.loads(compare(*(run.path for run in runs), "--json"))
-    assert [(case["name"], case["seeds"]) for case in told["cases"]] == [
+    got = json.loads(compare(*(run.path for run in runs), "--json"))
+    assert [(case["name"], case["seeds"]) for case in got["cases"]] == [
         ("feddpo", [1, 2, 3]),
         ("ditto", [1, 2, 3]),
         ("fedprox", [1]),
     ]
-    assert told["cases"][0]["figures"]["preference_accuracy"]["mean"] == pytest.approx(
+    assert got["cases"][0]["figures"]["preference_accuracy"]["mean"] == pytest.approx(
         {"mean": 0.58, "std": 0.0025}
     )
-    first = told["paired"][0]
+    first = got["paired"][0]
     assert (first["figure"], first["case"], first["against"]) == ("preference_accuracy", "ditto", "feddpo")
     assert (first["mean"], first["std"]) == pytest.approx((0.045, 0.0025))
-    assert told["differences"]["method.lr"] == {"feddpo": "0.01", "ditto": "0.01", "fedprox": "0.03"}
-    assert told["runs"][0]["reward_accuracy"]["per_client"]["ann"] == pytest.approx(0.6)
-    assert told["not_comparable"] == {}
+    assert got["differences"]["method.lr"] == {"feddpo": "0.01", "ditto": "0.01", "fedprox": "0.03"}
+    assert got["runs"][0]["reward_accuracy"]["per_client"]["ann"] == pytest.approx(0.6)
+    assert got["not_comparable"] == {}
 
 
 def test_compare_writes_what_is_asked_for(runs, tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_greedy_completions_are_those_of_generate(family):
 
 
 def test_a_sequence_draws_by_its_key_alone():
-    """The same prompt and key beside other prompts, in another place, and alone. With one key two equal
+    """The same prompt and key with other prompts, in another place, and alone. With one key two equal
     prompts get equal tokens, with two keys they do not. The window leaves 64 − 3 tokens."""
     model, tensors = small(end=VOCABULARY - 1)
     how = Sampling(max_tokens=500, temperature=0.9)

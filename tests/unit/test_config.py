@@ -185,15 +185,15 @@ def test_any_override_is_accepted_or_refused_in_words(tmp_path_factory, text):
 
 
 def test_paths_start_from_the_file_or_else_from_where_one_is(tmp_path, monkeypatch, file):
-    """What exists beside the file comes out absolute; a hub name stays."""
-    beside, here = tmp_path / "pairs.jsonl", tmp_path / "elsewhere" / "mine.jsonl"
+    """What exists next to the file becomes absolute; a hub name stays."""
+    other, here = tmp_path / "pairs.jsonl", tmp_path / "elsewhere" / "mine.jsonl"
     here.parent.mkdir()
-    beside.write_text("")
+    other.write_text("")
     here.write_text("")
     (here.parent / "pairs.jsonl").write_text("")
     monkeypatch.chdir(here.parent)
     experiment = Experiment.load(file, ["data.test=mine.jsonl"])
-    assert experiment.data.train.path == str(beside)
+    assert experiment.data.train.path == str(other)
     assert experiment.data.test.path == str(here)
     assert experiment.model.name == "distilbert/distilgpt2"
     assert Experiment.load(file, ["data.train=pairs.jsonl"]).data.train.path == str(

@@ -311,7 +311,7 @@ def test_long_pairs_are_counted_or_refused(tmp_path):
 
 
 def test_a_long_pair_shifts_no_label(tmp_path):
-    """A known mistake of earlier code: tokens without the long row beside labels with it."""
+    """A known mistake of earlier code: tokens without the long row but labels with it."""
     records = [Record(f"Q{k}", "yes" if k % 3 else "a", "no" * (60 if k == 4 else 1)) for k in range(9)]
     tokens = write(tmp_path, records, config=SelectorConfig(too_long="drop"), max_length=60)
     assert tokens.rows.tolist() == [1, 2, 3, 4, 6, 7, 8, 9]

@@ -1,4 +1,4 @@
-"""What a person is told of a dataset: rows that were left out, names that may be one, clients to look at."""
+"""What a person reads about a dataset: rows that were left out, names that may be one, clients to look at."""
 
 import pytest
 

@@ -68,7 +68,7 @@ def test_what_is_left_out_is_counted(build):
 
 
 def test_a_text_that_is_too_long_loses_its_end(build):
-    """``max_length`` 6 leaves five tokens beside the prompt's one: no room for end-of-text. Texts that are
+    """``max_length`` 6 leaves five tokens next to the prompt's one: no room for end-of-text. Texts that are
     alike as far as they go are no pair."""
     rows = [
         {"prompt": "", "chosen": "abcdefgh", "rejected": "xy"},

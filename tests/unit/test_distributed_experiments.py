@@ -124,8 +124,8 @@ def finished(folder, row, seed, gap, norms, zeta2=0.8):
     run = folder / f"{row}-seed{seed}"
     run.mkdir(parents=True)
     (run / "config.toml").write_text("[method]\nbatch_size = 4\n[evaluate]\ndiagnostic_pairs = 8\n")
-    told = [{"gradient_norm": norm, "zeta2": zeta2, "global_loss": norm / 2} for norm in norms] or [{}]
-    (run / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in told))
+    got = [{"gradient_norm": norm, "zeta2": zeta2, "global_loss": norm / 2} for norm in norms] or [{}]
+    (run / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in got))
     reward = {"mean": 0.75, "worst": 0.5, "per_client": dict.fromkeys("abcd", 0.75)}
     summary = {"paper_gap": gap, "reward_accuracy": reward, "bytes": {"up": 10**6, "down": 10**6}}
     (run / "summary.json").write_text(json.dumps(summary))
@@ -145,8 +145,8 @@ def test_the_claims_are_judged_seed_by_seed(tmp_path):
     assert "| e1 | 2 | 0.5 ± 0 | 2.4 ± 0 | 0.9 ± 0 | 0.75 ± 0 | 0.5 ± 0 | 2 ± 0 |" in printed
     assert "| feddpo | 2 | 0.5 ± 0 | 0.9 ± 0 |" in printed
     assert "| local | 2 | | | 0.6 ± 0 |" in printed
-    verdicts = "loss: cannot be told; gradient²: holds; paper gap: holds"
+    verdicts = "loss: cannot be decided; gradient²: holds; paper gap: holds"
     assert f"e1 > feddpo\n  {verdicts}" in printed
-    assert "feddpo > e6\n  loss: holds; gradient²: holds; paper gap: cannot be told" in printed
+    assert "feddpo > e6\n  loss: holds; gradient²: holds; paper gap: cannot be decided" in printed
     assert "paper gap = 0.1 + 0.05 N/S, R² = 1.00" in printed
     assert "no finished run" in script("distributed_dpo/claims.py", tmp_path / "e1-seed42", fails=True)

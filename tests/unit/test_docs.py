@@ -114,8 +114,8 @@ def test_links_lead_somewhere() -> None:
 @pytest.mark.parametrize("page", [DOCS / "choosing.md", ROOT / "README.md"], ids=name_of)
 def test_figures_that_a_page_repeats_are_those_of_the_results(page: Path) -> None:
     figure = re.compile(r"\d\.\d{3} ± \d\.\d{3}")
-    told = set(figure.findall(page.read_text("utf-8")))
-    assert told <= set(figure.findall((DOCS / "results.md").read_text("utf-8")))
+    got = set(figure.findall(page.read_text("utf-8")))
+    assert got <= set(figure.findall((DOCS / "results.md").read_text("utf-8")))
 
 
 def missing_paths(page: str) -> list[str]:

@@ -291,10 +291,10 @@ def test_what_verdicts_depend_on_holds_no_key():
 def unread(server, match, **options):
     """The answer is refused: openai passes the reason on, or, in some versions, repeats the request first."""
     try:
-        told = ask(server, **options)[0].text
+        got = ask(server, **options)[0].text
     except JudgeError as error:
-        told = str(error)
-    assert match in told
+        got = str(error)
+    assert match in got
 
 
 def refused(server, match, **options):
@@ -359,8 +359,8 @@ def test_an_answer_of_nested_lists_is_malformed():
 
 def test_messages_of_a_server_cannot_steer_a_terminal():
     with serving(lambda text, number: failure(404, "\x1b[2J\x1b]0;owned\x07 no")) as server:
-        told = refused(server, "returned status 404")
-    assert told.isprintable()
+        got = refused(server, "returned status 404")
+    assert got.isprintable()
     with serving(lambda text, number: failure(400, "\x1b[2J")) as server:
         assert ask(server)[0].text.isprintable()
 
@@ -378,8 +378,8 @@ def elsewhere(monkeypatch):
 
 def test_the_key_of_openai_goes_to_no_other_machine(elsewhere):
     """It is often in the environment, and another server needs another key or none."""
-    told = refused(elsewhere, "status 401: .*another variable: OPENAI_API_KEY is only sent to OpenAI")
-    assert "run the command again" in told
+    got = refused(elsewhere, "status 401: .*another variable: OPENAI_API_KEY is only sent to OpenAI")
+    assert "run the command again" in got
     assert KEY not in str(elsewhere.requests)
 
 

@@ -1,4 +1,4 @@
-"""The committed experiments: what their cells say, that they run, and the scripts beside them."""
+"""The committed experiments: what their cells say, that they run, and their scripts."""
 
 import json
 import math
@@ -40,7 +40,7 @@ FEDPDPO, FEDSDG = ({name: CELLS[name] for name in CELLS if name.startswith(p)} f
 
 
 def test_every_cell_is_a_valid_experiment():
-    """Table 1 has 11 methods in 5 settings, table 2 the 11, table 3 two cases beside the full method, tables
+    """Table 1 has 11 methods in 5 settings, table 2 the 11, table 3 two cases and the full method, tables
     6 to 9 vary 4, 3, 3 and 3 values besides the default in 5 settings. FedSDG: 2·2·3 settings, 4 other values
     and 7 baselines. Personas have two files, hh_harmless one."""
     assert len(FEDPDPO) == 11 * 5 + 11 + 2 + (4 + 3 + 3 + 3) * 5
@@ -117,7 +117,7 @@ def test_fedsdg_covers_its_settings():
 
 
 def test_the_papers_numbers_agree_with_each_other():
-    """The paper prints averages beside what they are averages of: per domain, per client, and per setting.
+    """The paper prints averages next to their terms: per domain, per client, and per setting.
 
     A mistyped number would break one of them. To 0.011, for the paper rounds both. Two printed averages
     are not their rows' means: 86.83 for rank 16 (the mean is 87.23), 86.91 for bottleneck 128 (86.87).
@@ -328,12 +328,12 @@ def test_a_paper_table_of_two_seeds(place, tmp_path, monkeypatch):
         last.append(means[-1])
     for cell, values in zip(row[2:4], (best, last), strict=True):
         assert cell == f"{100 * sum(values) / 2:.2f}±{100 * statistics.stdev(values):.2f}"
-    begun = (tmp_path / "runs/two/imdb-3/fedavg-dpo-seed1/summary.json").stat().st_mtime_ns
+    started = (tmp_path / "runs/two/imdb-3/fedavg-dpo-seed1/summary.json").stat().st_mtime_ns
     again = CliRunner().invoke(app, words)
     assert again.output.startswith("1 cell, 2 runs, 2 already finished\n")
     kept = [line for line in first.output.splitlines()[1:] if not line.startswith("running ")]
     assert again.output.splitlines()[1:] == kept
-    assert (tmp_path / "runs/two/imdb-3/fedavg-dpo-seed1/summary.json").stat().st_mtime_ns == begun
+    assert (tmp_path / "runs/two/imdb-3/fedavg-dpo-seed1/summary.json").stat().st_mtime_ns == started
     names = sorted(path.name for path in (tmp_path / "runs/two/imdb-3").iterdir())
     assert names == ["fedavg-dpo-seed1", "fedavg-dpo-seed2", "reference"]
     # One cell by itself is the same run.

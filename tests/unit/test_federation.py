@@ -1,4 +1,5 @@
-"""A federation's parts, without NVIDIA FLARE: versions of private states, limits, requests, what is told."""
+"""A federation's parts, without NVIDIA FLARE: versions of private states, limits, requests, what is
+reported."""
 
 import errno
 import stat
@@ -126,7 +127,7 @@ def test_who_waits_looks_and_gives_up():
 
 def test_an_administrator_limits_runs(tmp_path, subtests):
     for changes, asked, message in (
-        ({"tell": {"pairs": False}}, {}, "does not report"),
+        ({"disclose": {"pairs": False}}, {}, "does not report"),
         ({"limits": {"methods": ["feddpo"]}}, {}, "fedpdpo is not one of feddpo"),
         ({"limits": {"rounds": 2}}, {}, "3 requested, at most 2 allowed"),
         ({"limits": {"minimum_pairs": 4}}, {}, "minimum_pairs = 4"),
@@ -208,11 +209,11 @@ def test_sites_read_nothing_that_the_hub_names(tmp_path):
     assert (own.method, own.data.test_fraction, own.seed) == (hub.method, 0.2, 3)
     fused = hub.model_copy(update={"model": hub.model.model_copy(update={"kernels": "liger"})})
     assert own_experiment(to_toml(fused), config) == own, "a site chooses its kernels"
-    told = experiment_for_sites(hub)
-    assert str(tmp_path) not in told
-    assert own_experiment(told, config) == own
+    got = experiment_for_sites(hub)
+    assert str(tmp_path) not in got
+    assert own_experiment(got, config) == own
     tracked = hub.model_copy(update={"track": TrackConfig(to="tensorboard")})
-    assert experiment_for_sites(tracked) == told
+    assert experiment_for_sites(tracked) == got
     scored = experiment(tmp_path, method="feddpo", objective="ppo", reward_model="hub/model")
     with pytest.raises(ConfigError, match="ppo needs a reward model"):
         own_experiment(to_toml(scored), config)
@@ -360,10 +361,10 @@ def test_two_processes_do_not_share_a_state_folder(site, tmp_path):
 
 def test_made_up_names_are_the_sites_own(tmp_path):
     data = type("Data", (), {"clients": {"ada": None, "ben": None}})()
-    config = site_config(tmp_path, tmp_path, "w0", tell={"names": False, "pairs": True})
+    config = site_config(tmp_path, tmp_path, "w0", disclose={"names": False, "pairs": True})
     names = reported_names(data, config, b"secret")
     assert names == reported_names(data, config, b"secret") != reported_names(data, config, b"other")
-    assert all(told.startswith("site-w0-") and "ada" not in told for told in names.values())
+    assert all(got.startswith("site-w0-") and "ada" not in got for got in names.values())
     assert len(set(names.values())) == 2
 
 
@@ -484,14 +485,15 @@ def test_an_answer_that_comes_too_late_is_not_awaited():
 
 
 @pytest.mark.parametrize(
-    ("tell", "line"),
+    ("disclose", "line"),
     [
-        ({"pairs": False}, "  [tell] pairs = false: this site joins no run"),
+        ({"pairs": False}, "  [disclose] pairs = false: this site joins no run"),
         ({"pairs": True}, "  reported to the hub: names and pair counts"),
         ({"names": False, "pairs": True}, "  reported to the hub: pseudonyms and pair counts"),
     ],
 )
-def test_status_says_what_the_hub_is_told(tmp_path, tell, line):
-    """A site that does not tell its pairs refuses each run before it tells a name (``check_experiment``)."""
-    lines = [*status_lines(site_config(tmp_path, tmp_path, "w0", tell=tell), 0)]
-    assert [each for each in lines if "to the hub" in each or "[tell]" in each] == [line]
+def test_status_says_what_the_hub_learns(tmp_path, disclose, line):
+    """A site that does not report its pairs refuses each run before it reports a name
+    (``check_experiment``)."""
+    lines = [*status_lines(site_config(tmp_path, tmp_path, "w0", disclose=disclose), 0)]
+    assert [each for each in lines if "to the hub" in each or "[disclose]" in each] == [line]

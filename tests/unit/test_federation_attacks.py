@@ -41,7 +41,7 @@ LOCAL = {"kind": "local", "clip": 0.1, "noise_multiplier": 1000.0, "delta": 1e-5
 
 
 def asked(place, rank=8, z=1000.0, method="feddpo", rounds=5, minimum_pairs=0, **changes):
-    """What a hub tells of a run with local noise."""
+    """What a hub sends about a run with local noise."""
     tables = experiment(place, method, rounds, **changes).tables()
     tables["model"]["lora"]["rank"] = rank
     privacy = {**LOCAL, "noise_multiplier": z, "minimum_pairs": minimum_pairs}
@@ -54,10 +54,10 @@ def asked(place, rank=8, z=1000.0, method="feddpo", rounds=5, minimum_pairs=0, *
 class Stub:
     """In the place of the process that trains: it does what the message says, and ends where ranks differ."""
 
-    number = begun = 0
+    number = started = 0
 
     def build(self, factory, threads):
-        Stub.begun += 1
+        Stub.started += 1
         self.rank = json.loads(factory.text)
         self.due = {"fingerprint": {"data": "d", "model": "m"}, "exchanges": ["train"]}
 
@@ -65,9 +65,9 @@ class Stub:
         what = decode_download(task.message).scalars["do"]
         Stub.number += 1
         state = f"state {Stub.number}".encode() if task.kind == "visit" else None
-        self.due = {"state": state, "message": b"{}", "withheld": ""}
+        self.due = {"state": state, "message": b"{}", "withheld": "", "note": ""}
         if what == WITHHOLD:
-            self.due = {"state": None, "message": b"", "withheld": "lora/0/A holds NaN"}
+            self.due = {"state": None, "message": b"", "withheld": "lora/0/A holds NaN", "note": ""}
         elif what != self.rank:
             self.due = None
 
@@ -97,8 +97,8 @@ def opens(tmp_path, monkeypatch):
     opened = []
 
     def make(text, **limits):
-        told = []
-        opened.append(Site(site_config(tmp_path, tmp_path, "w0", limits=limits), told.append))
+        got = []
+        opened.append(Site(site_config(tmp_path, tmp_path, "w0", limits=limits), got.append))
 
         def say(kind, what=None, order=None, body=None, **header):
             body = body or (b"" if what is None else encode(Download({}, {"do": what})))
@@ -111,7 +111,7 @@ def opens(tmp_path, monkeypatch):
 
         assert "clients" in say("join", experiment=text)
         assert say("start", members=MEMBERS, unseen=[]) == {"fingerprint": {"model": "m"}}
-        say.site, say.told = opened[-1], told
+        say.site, say.got = opened[-1], got
         return say
 
     yield make
@@ -131,7 +131,8 @@ def folder(tmp_path):
     ],
 )
 def test_a_run_has_one_experiment(opens, tmp_path, text, message):
-    """A hub whose run was agreed to with much noise tells the site of another with little, and asks on."""
+    """A hub whose run was agreed to with much noise starts another with little at the site, and continues
+    to ask."""
     first = asked(tmp_path)
     say = opens(first, epsilon=1.0)
     assert message in say("join", experiment=text(tmp_path))["refused"]
@@ -147,7 +148,7 @@ def test_another_split_cannot_make_private_tensors_shared(opens, tmp_path):
 
 
 def test_a_run_may_have_more_rounds_and_its_site_is_told_again(opens, tmp_path):
-    """What the site was told before does not count for the longer run: it must be started again, or a visit
+    """What the site agreed to before does not count for the longer run: it must be started again, or a visit
     would be of another experiment than its digest says."""
     say, longer = opens(asked(tmp_path)), asked(tmp_path, rounds=9)
     assert "clients" in say("join", experiment=longer)
@@ -189,7 +190,7 @@ def nested(depth):
 
 
 def test_one_site_does_not_end_the_run(subtests):
-    """Whatever it answers to a visit, to being told of the run again and to its start: the others go on."""
+    """Whatever it answers to a visit, to a second start message and to the start: the others continue."""
     for lie in (
         lambda header: pack(**({"unknown": True} if header["kind"] == "visit" else {})),
         lambda header: pack(**({"unknown": True} if header["kind"] == "visit" else {"fingerprint": 5})),
@@ -315,12 +316,13 @@ def test_what_is_withheld_is_counted_and_says_nothing(opens, tmp_path):
 
 @pytest.mark.parametrize("least", [3, 4])
 def test_figures_over_few_pairs_do_not_leave_a_site(opens, tmp_path, least):
-    """The client has 3 pairs to be judged on: figures over them are told where 3 are enough, not where 4 are.
+    """The client has 3 pairs to be judged on: metrics over them are reported where 3 are enough, not where
+    4 are.
     How many these are follows from settings that the hub makes, so the run's own check is not enough."""
     say = opens(asked(tmp_path, minimum_pairs=least), minimum_pairs=least)
     answer = say("evaluate", 8, round=1)
-    told = "minimum_pairs = 4: the client has only 3 held-out pairs" in answer.get("refused", "")
-    assert told == (least == 4)
+    got = "minimum_pairs = 4: the client has only 3 held-out pairs" in answer.get("refused", "")
+    assert got == (least == 4)
     assert "receipt" in say("visit", 8, round=1)
 
 
@@ -332,8 +334,8 @@ def test_a_site_does_not_print_what_a_hub_writes(opens, tmp_path):
         in say("evaluate", 8, round=1, exchange="\x1b[2J train")["refused"]
     )
     say.site._say("\x1b[2J")
-    assert say.told[-1] == "\\x1b[2J"
-    assert not any("\x1b" in text for text in say.told)
+    assert say.got[-1] == "\\x1b[2J"
+    assert not any("\x1b" in text for text in say.got)
 
 
 @pytest.mark.parametrize(
@@ -414,14 +416,14 @@ def test_a_visit_is_asked_for_in_no_later_round(opens, tmp_path):
 def test_what_cannot_be_served_starts_no_process(opens, tmp_path, kind, changes, reason):
     """After `leave` the site has no process that trains. A request that it can serve starts one."""
     say = opens(asked(tmp_path), evaluate=False)
-    begun = Stub.begun
+    started = Stub.started
     say("leave")
     about = {"members": MEMBERS, "unseen": []} if kind == "start" else {"what": 8, "round": 1}
     answer = say(kind, **{**about, **changes})
     assert reason in (answer.get("refused") or answer["failed"])
-    assert Stub.begun == begun
+    assert Stub.started == started
     assert "receipt" in say("visit", 8, round=1)
-    assert Stub.begun == begun + 1
+    assert Stub.started == started + 1
 
 
 @pytest.mark.parametrize("pairs", [(0, 0, 3), (10, 0, 0)])
@@ -440,11 +442,11 @@ def test_without_its_model_a_site_starts_no_process(opens, tmp_path):
     say = opens(asked(tmp_path))
     say("leave")
     (tmp_path / "model").rename(tmp_path / "elsewhere")
-    begun = Stub.begun
+    started = Stub.started
     answer = say("visit", 8, round=1)
     assert str(tmp_path) not in answer["failed"]
     assert "model.name" in [*say.site.log.entries()][-1]["failed"]
-    assert Stub.begun == begun
+    assert Stub.started == started
 
 
 def test_downloads_of_a_hub_leave_nothing_behind():

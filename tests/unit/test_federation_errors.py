@@ -26,21 +26,21 @@ ROWS = "w0.jsonl: 2 rows cannot be used:\n  row 3: empty\n  row 4: \x1b[31m"
 
 @pytest.fixture
 def joins(tmp_path, monkeypatch):
-    """Have a site told of a run where its data raise ``error``: its answer, what a person saw, its log."""
+    """Start a run at a site where its data raise ``error``: its answer, what a person saw, its log."""
     opened = []
 
     def joins(error):
         def fails(*arguments):
             raise error
 
-        told = []
+        got = []
         monkeypatch.setattr(site_module, "own_dataset", fails)
-        opened.append(Site(site_config(tmp_path, tmp_path, "w0"), told.append))
+        opened.append(Site(site_config(tmp_path, tmp_path, "w0"), got.append))
         text = experiment_for_sites(experiment(Path("x")))
         request = pack(
             format=FORMAT, prefed=VERSION, federation="wards", run="0" * 16, kind="join", experiment=text
         )
-        return unpack(opened[0].answer(request))[0], told, [*opened[0].log.entries()]
+        return unpack(opened[0].answer(request))[0], got, [*opened[0].log.entries()]
 
     yield joins
     for site in opened:
@@ -57,25 +57,25 @@ def joins(tmp_path, monkeypatch):
     ],
 )
 def test_what_a_person_can_mend_takes_one_line(joins, caplog, error, line):
-    """Also where the message has several. The hub is told the kind alone."""
-    answer, told, (entry,) = joins(error)
+    """Also where the message has several. The hub receives only the kind."""
+    answer, got, (entry,) = joins(error)
     assert answer == {"failed": f"{type(error).__name__}: see the site's log"}
-    assert told == [line]
+    assert got == [line]
     assert entry["failed"] == line
     assert not caplog.records
 
 
 def test_what_nobody_knows_has_its_trace(joins, caplog):
-    _, told, _ = joins(KeyError("pairs"))
-    assert told == ["KeyError: 'pairs'"]
+    _, got, _ = joins(KeyError("pairs"))
+    assert got == ["KeyError: 'pairs'"]
     (record,) = caplog.records
     assert record.exc_info[0] is KeyError
 
 
 def test_a_long_reason_is_cut_and_in_the_log(joins):
     """As long in the log, where quotation marks take two characters and letters of any script one."""
-    _, told, (entry,) = joins(DataError("é'\"" * LONGEST_REASON))
-    assert told == [entry["failed"]]
+    _, got, (entry,) = joins(DataError("é'\"" * LONGEST_REASON))
+    assert got == [entry["failed"]]
     assert entry["failed"].startswith("DataError: é'")
     assert len(entry["failed"]) == LONGEST_REASON + 2
 

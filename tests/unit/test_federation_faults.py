@@ -27,19 +27,19 @@ class Receipts:
 
 
 class Forgetful:
-    """A site that was started again: it must be told of the run, and answers that as it is told to."""
+    """A restarted site: it must receive the run again, and answers as the test says."""
 
     def __init__(self, join, model="m"):
-        self.told, self.join, self.model = False, join, model
+        self.got, self.join, self.model = False, join, model
 
     def answer(self, message):
         header, body = unpack(message)
         if header["kind"] == "join":
             return pack(**self.join)
         if header["kind"] == "start":
-            self.told = True
+            self.got = True
             return pack(fingerprint={"model": self.model})
-        return pack(body, withheld="") if self.told else pack(unknown=True)
+        return pack(body, withheld="") if self.got else pack(unknown=True)
 
 
 def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone():
@@ -54,7 +54,7 @@ def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone(
         SiteError, match="'site-w2' has a different base model or revision: install the hub's model there"
     ):
         asked.start("site-w2", CLIENTS, [], "m")
-    sites["site-w2"].told = False
+    sites["site-w2"].got = False
     homes = {client: f"site-{client}" for client in CLIENTS}
     with FederationBackend(asked, Receipts(), homes, 1.0, lambda text: None) as backend:
         tasks = [Task("visit", client, 1, "train", client.encode()) for client in CLIENTS]
@@ -66,11 +66,11 @@ def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone(
 
 
 def test_a_site_that_forgot_the_run_is_told_of_it_before_it_gets_models():
-    """One that was started again is told, and given them. One that does not know the run even then is named,
+    """A restarted one receives the run and its states. One that does not know the run even then is named,
     as is one that went; with a message for two clients and another for a third there are three requests."""
 
     class Never(Forgetful):
-        told = property(lambda self: False, lambda self, value: None)
+        got = property(lambda self: False, lambda self, value: None)
 
     asked, warned = [], []
 
@@ -83,7 +83,7 @@ def test_a_site_that_forgot_the_run_is_told_of_it_before_it_gets_models():
     homes = {"a": "forgot", "b": "forgot", "c": "forgot", "d": "never", "e": "gone"}
     hub = Sites(Within(sites, notes), "wards", "0" * 16, 1.0)
     hub.start("forgot", [*homes], [], "m")
-    sites["forgot"].told = False
+    sites["forgot"].got = False
     with FederationBackend(hub, Receipts(), homes, 1.0, warned.append) as backend:
         backend.away.add("gone")
         backend.publish(3, lambda client: b"ab" if client in "ab" else client.encode())

@@ -42,7 +42,7 @@ def test_a_sites_file_is_checked(tmp_path):
             "[data]\n[limits]\nexchanges = ['trian']\n",
             "limits.exchanges = .*: unknown exchange 'trian'; did you mean 'train'",
         ),
-        ("[data]\n[telll]\n", r"site.toml: telll: no such key; did you mean 'tell'\?"),
+        ("[data]\n[disclos]\n", r"site.toml: disclos: no such key; did you mean 'disclose'\?"),
         (
             "[data]\n[limits]\nmethods = []\n",
             r"limits.methods = \[\]: an empty list allows nothing: add an entry",

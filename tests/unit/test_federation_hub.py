@@ -76,7 +76,7 @@ def test_the_command_that_goes_on_has_all_that_was_given(tmp_path, monkeypatch):
     ],
 )
 def test_what_a_stopped_command_says_is_kept(tmp_path, monkeypatch, capsys, files, resume, said, ends):
-    """A run has begun with its first commit, and has rounds once one is written."""
+    """A run has started with its first commit, and has rounds once one is written."""
     monkeypatch.chdir(tmp_path)
     for name in files:
         Path("run", name).parent.mkdir(parents=True, exist_ok=True)
@@ -113,11 +113,11 @@ def test_the_hub_says_for_whom_it_waits_and_without_whom_it_begins(tmp_path, mon
     monkeypatch.setattr(hub, "QUIET", 0.0)
     monkeypatch.setattr(hub, "PAUSE", 0.01)
     (tmp_path / "run").mkdir()
-    told, heard = [], Warned()
+    got, heard = [], Warned()
     terms = Terms("wards", ("north", "south", "west"), wait=0.3, at_least=2)
     with pytest.raises(FederationError, match="refuses: this is a test"):
-        federate(experiment(tmp_path), tmp_path / "run", Slow(), terms, callbacks=[heard], tell=told.append)
-    assert told == ["waiting up to 0.3 seconds for south, west"]
+        federate(experiment(tmp_path), tmp_path / "run", Slow(), terms, callbacks=[heard], report=got.append)
+    assert got == ["waiting up to 0.3 seconds for south, west"]
     line = "the run starts without west: sites that connect later can join the next run"
     assert heard.texts == [line]
     assert f"warning: {line}" in (tmp_path / "run/run.log").read_text()
@@ -125,7 +125,7 @@ def test_the_hub_says_for_whom_it_waits_and_without_whom_it_begins(tmp_path, mon
 
 def test_who_is_there_at_once_is_not_waited_for(tmp_path):
     """Nothing is said."""
-    told, heard = [], Warned()
+    got, heard = [], Warned()
     with pytest.raises(FederationError, match="refuses: this is a test"):
         federate(
             experiment(tmp_path),
@@ -133,9 +133,9 @@ def test_who_is_there_at_once_is_not_waited_for(tmp_path):
             Slow(),
             Terms("wards", ("north",)),
             callbacks=[heard],
-            tell=told.append,
+            report=got.append,
         )
-    assert (told, heard.texts) == ([], [])
+    assert (got, heard.texts) == ([], [])
 
 
 @pytest.mark.parametrize("host", ["localhost", "hub.invalid"])

@@ -35,7 +35,7 @@ def test_parts_that_do_not_fit_are_no_answer(first, parts):
 
 
 def test_a_site_gives_the_rest_to_the_hub_alone(monkeypatch):
-    """By the name of an answer that the hub was told, once; of five answers the oldest is not kept."""
+    """By the name of an answer that the hub received, once; of five answers the oldest is not kept."""
     monkeypatch.setattr(apps, "when_gone", lambda door, end: None)
     monkeypatch.setenv(SITE_DOOR, "/door")
     monkeypatch.setattr(apps, "PART", 4)

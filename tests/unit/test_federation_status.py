@@ -1,4 +1,4 @@
-"""What `prefed site status` tells a site's administrator of runs and of made-up names."""
+"""What `prefed site status` shows a site's administrator: runs and pseudonyms."""
 
 from contextlib import closing
 from datetime import datetime
@@ -28,7 +28,7 @@ def status(tmp_path, **changes):
 
 
 def test_private_states_are_those_of_clients_alone(tmp_path):
-    """A run has its order and, with local noise, answers beside 700 + 300 bytes of two clients' states."""
+    """A run has its order and, with local noise, answers next to 700 + 300 bytes of two clients' states."""
     folder = tmp_path / "site-w0" / "runs" / RUN
     vault = Vault(folder / "clients", b"secret")
     vault.keep("w0", 1, bytes(700))
@@ -44,7 +44,7 @@ def test_private_states_are_those_of_clients_alone(tmp_path):
 def test_runs_in_which_nothing_was_sent_are_a_number(tmp_path):
     """Two were joined or refused, one sent a message of a method that keeps no state."""
     log = SentLog(tmp_path / "site-w0" / "log")
-    log.add("join", run=OTHER, told="w0 8 pairs")
+    log.add("join", run=OTHER, reported="w0 8 pairs")
     log.add("refused", run=OTHER, round=7, refused="[limits] rounds")
     log.add("failed", run="f" * 16, failed="no data")
     log.add("train", run=RUN, round=2, client="w0", bytes=812)
@@ -76,7 +76,7 @@ def test_an_administrator_is_told_whom_the_hub_knows_as_whom(tmp_path, monkeypat
     clients' own names."""
     data = FederatedDataset.without_pairs(dict.fromkeys(["w1", ADA], ClientSizes(8, 0, 2)))
     monkeypatch.setattr(site_module, "own_dataset", lambda *arguments: data)
-    config = site_config(tmp_path, tmp_path, "w0", tell={"names": False, "pairs": True})
+    config = site_config(tmp_path, tmp_path, "w0", disclose={"names": False, "pairs": True})
     site = Site(config)
     text = experiment_for_sites(experiment(Path("x")))
     request = pack(format=FORMAT, prefed=VERSION, federation="wards", run=RUN, kind="join", experiment=text)

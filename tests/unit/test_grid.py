@@ -35,7 +35,7 @@ ROWS = [{"prompt": f"Say {k}", "chosen": f" yes {k}", "rejected": f" no {k}"} fo
 
 @pytest.fixture
 def path(tmp_path):
-    """An experiment file, with its pairs and a folder for its model beside it."""
+    """An experiment file, with its pairs and a folder for its model next to it."""
     jsonl(tmp_path / "pairs.jsonl", ROWS)
     (tmp_path / "model").mkdir()
     (tmp_path / "exp.toml").write_text(FILE)
@@ -193,8 +193,8 @@ def test_the_best_on_validation_pairs_is_chosen_and_judged_on_test_pairs(path):
         "on validation pairs, mean over clients and 2 seeds: 0.600 ± 0.141. "
         "The runner-up is lr0.001: 0.550 ± 0.000."
     )
-    told, page = keep_grid(cells, [chosen])
-    (kept,) = json.loads(told.read_text())["chosen"]
+    got, page = keep_grid(cells, [chosen])
+    (kept,) = json.loads(got.read_text())["chosen"]
     assert (kept["name"], kept["settings"]) == ("lr0.01", {"method.lr": 0.01})
     assert kept["validation"]["lr0.1"] == {"5": 0.2, "6": 0.3}
     assert kept["test"]["preference_accuracy"]["6"]["mean"] == pytest.approx(0.65)

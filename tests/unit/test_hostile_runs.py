@@ -13,7 +13,7 @@ from finished import write_run
 from prefed.runs.finished_run import RunError, read_run
 from prefed.store import RunWriter, StoreError
 from prefed.store.directory import refuse_links
-from prefed.trackers.tools import MLflow, Told
+from prefed.trackers.tools import MLflow, Results
 from prefed.ui.cli import app
 from prefed.ui.pages.compare_page import render_comparison
 from prefed.ui.pages.page import public_page, render
@@ -126,7 +126,7 @@ def test_a_name_is_no_formula_in_mlflows_table(monkeypatch):
     tracker = object.__new__(MLflow)
     tracker._client, tracker.known = Client(), "x"
     monkeypatch.setattr(tracker, "log", lambda number, figures: None)
-    tracker.finish(Told(1, {}, ["client", "accuracy"], [["=cmd()", 0.5], ["ann", -0.5]], None))
+    tracker.finish(Results(1, {}, ["client", "accuracy"], [["=cmd()", 0.5], ["ann", -0.5]], None))
     rows = list(csv.reader(io.StringIO(texts["clients.csv"])))
     assert rows[1:] == [["'=cmd()", "0.5"], ["ann", "-0.5"]]
 

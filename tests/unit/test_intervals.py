@@ -17,7 +17,7 @@ PAIRS = st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.ju
 
 @given(PAIRS)
 def test_one_share_has_wilsons_interval(counts):
-    """As scipy has it, and never beyond 0 and 1, or beside the share."""
+    """As scipy has it, and never beyond 0 and 1, and it contains the share."""
     right, pairs = counts
     low, high = wilson_interval(right / pairs, pairs)
     assert 0 <= low <= right / pairs <= high <= 1

@@ -51,3 +51,6 @@ def test_names_of_judges():
         modes = "majority, mean, minimum, adaptive, a selector's number from 0, or judge:NAME"
         with pytest.raises(ValueError, match=f"labels must be {modes}"):
             AlignConfig(prompts="p.jsonl", labels=labels)
+    for labels in ("judge:./mine.py", "judge:pack.judges:BEST"):
+        with pytest.raises(ValueError, match="an alignment does not load a judge from a file"):
+            AlignConfig(prompts="p.jsonl", labels=labels)

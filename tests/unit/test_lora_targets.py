@@ -85,7 +85,7 @@ def test_experts_in_one_tensor_stay_frozen(kind: str, expected: set[str], needs:
 
 
 def test_a_name_that_peft_reads_as_the_experts_is_refused() -> None:
-    """A dense block beside blocks with experts has linear modules of the experts' names."""
+    """A dense block next to blocks with experts has linear modules of the experts' names."""
     with pytest.raises(ModelError, match=r"PEFT cannot adapt 'down_proj'.*'deepseek_v3'"):
         adapted("deepseek_v3", targets=["down_proj"])
     assert "down_proj" not in modules(adapted("deepseek_v3"))

@@ -126,12 +126,12 @@ class TestRobust:
         assert multi_krum(values, vector(0.5), 1, keep=2) == [1, 2]
 
     def test_krum_far_outlier_costs_no_digits(self) -> None:
-        """The same in steps of 1e-3 beside an upload at 1e20, whose square has no digit left for 1e-6."""
+        """The same in steps of 1e-3 next to an upload at 1e20, whose square has no digit left for 1e-6."""
         values = [vector(1e20), *(vector(x * 1e-3) for x in (0.0, 1.0, 2.0, 4.0))]
         assert multi_krum(values, vector(0.0), 1, keep=1) == [2]
 
     def test_krum_far_from_zero(self) -> None:
-        """The same again as steps of 1e-6 on a model at 1e6: distances of 1e-12 beside squares of 1e12."""
+        """The same again as steps of 1e-6 on a model at 1e6: distances of 1e-12 next to squares of 1e12."""
         values = [vector(1e6 + x * 1e-6, dtype=torch.float64) for x in (9.0, 0.0, 1.0, 2.0, 4.0)]
         assert multi_krum(values, vector(1e6, dtype=torch.float64), 1, keep=1) == [2]
 

@@ -257,8 +257,8 @@ def test_a_loss_without_a_decimal_point_is_a_loss_all_the_same():
 
 
 def test_a_plateau_takes_the_losses_that_there_are():
-    """A client that may not tell its loss sends none. Means of the others: 2, 3 (rose); then nobody tells,
-    and 3 stays what the next loss, 2.5, is compared with."""
+    """A client that may not report its loss sends none. Means of the others: 2, 3 (rose); then nobody
+    reports, and 3 stays what the next loss, 2.5, is compared with."""
     state = State({}, lr_schedule.begin(LocalSettings(schedule="plateau")))
     silent = Upload("b", 3)
     for scalars, factor in (({"loss": 2.0}, 1), ({"loss": 3.0}, 0.8), ({}, 0.8), ({"loss": 2.5}, 0.8)):

@@ -13,9 +13,9 @@ from prefed.runs import summary
 def test_the_machine_and_the_moment_are_told() -> None:
     """Memory is pages times their size; the name of the processor is a line of /proc/cpuinfo if it exists."""
     before = datetime.now(UTC).replace(microsecond=0)
-    told = summary.describe_origin({})
-    assert before <= datetime.fromisoformat(told["finished"]) <= datetime.now(UTC)
-    hardware = told["hardware"]
+    got = summary.describe_origin({})
+    assert before <= datetime.fromisoformat(got["finished"]) <= datetime.now(UTC)
+    hardware = got["hardware"]
     assert 1 <= hardware["cores"] <= (os.cpu_count() or 1)
     assert hardware["memory_mb"] * 2**20 <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert hardware["system"] == f"{platform.system()} {platform.machine()}"

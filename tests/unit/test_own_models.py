@@ -12,7 +12,7 @@ from prefed.testing import crowd, initial, simulate
 
 @pytest.mark.parametrize(("name", "visit"), [("fedamp", -1), ("pfedme", -1), ("ditto", 0)])
 def test_a_model_of_ones_own_keeps_the_residual_it_was_trained_on(name: str, visit: int) -> None:
-    """The factors A_i, B_i were fitted beside the residual that came with a download; the residual that the
+    """The factors A_i, B_i were fitted with the residual of a download; the residual that the
     merge makes afterwards belongs to the mean of the factors. Ditto's own model starts from the first
     download and never leaves it; FedAMP's and pFedMe's start anew from each."""
     kind = METHODS[name]

@@ -69,7 +69,7 @@ def test_token_rewards_golden() -> None:
 
 def test_gae_golden() -> None:
     """γ = ½, λ = ½, r = (1, 2, 4), V = (2, 4, 8): δ_2 = 4 − 8 = −4; δ_1 = 2 + 4 − 4 = 2; δ_0 = 1 + 2 − 2 = 1.
-    A_2 = −4; A_1 = 2 − 4/4 = 1; A_0 = 1 + 1/4. A response of one token beside it: A = 3 − 1."""
+    A_2 = −4; A_1 = 2 − 4/4 = 1; A_0 = 1 + 1/4. A response of one token in the same batch: A = 3 − 1."""
     advantages, returns = gae(t(1, 2, 4, 3), t(2, 4, 8, 1), torch.tensor([3, 1]), discount=0.5, trace=0.5)
     close(advantages, t(1.25, 1, -4, 2))
     close(returns, t(3.25, 5, 4, 3))

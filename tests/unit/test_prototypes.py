@@ -220,7 +220,7 @@ def test_the_first_to_tell_is_bounded_too(others: int) -> None:
 
 @given(SEEDS)
 def test_one_liar_moves_one_client_at_most(seed: int) -> None:
-    """A mean of length 1e25 beside six and five honest clients: with even clusters it takes the sixth
+    """A mean of length 1e25 among six and five honest clients: with even clusters it takes the sixth
     place of either taste, so at most one client of the other six has to leave."""
     means, axes = tastes(seed, (6, 5), spread=0.3)
     sent = {client: Posterior(mean, torch.zeros(6)) for client, mean in means.items()}

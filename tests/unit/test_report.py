@@ -375,8 +375,8 @@ def test_figures_of_one_family_share_a_panel(tmp_path):
 
 def test_figures_that_do_not_change_are_lines(tmp_path):
     """Of one family all are drawn if one of them changes. Means of evaluations stand apart."""
-    told = {"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.5], "merged": [2, 2]}
-    run = read_run(write_run(tmp_path / "run", figures=told))
+    got = {"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.5], "merged": [2, 2]}
+    run = read_run(write_run(tmp_path / "run", figures=got))
     assert round_curves.evaluated_metrics(run) == ["margin"]
     assert round_curves.moving(run, round_curves.own_metrics(run)) == (["gate/0", "gate/1"], {"merged": 2.0})
     numbers = round_curves.numbers(run, round_curves.own_metrics(run))

@@ -140,8 +140,8 @@ def test_spans_are_the_groupings_again(table: list[list[int]]) -> None:
     run = RunRecord(Path(), {}, tuple(rounds), {"rounds": last}, {})
     for client, own in selector_agreement.spans(run).items():
         for number in range(3, last + 1):
-            told = table[min((number - 3) // 2, len(table) - 1)][int(client[1:])]
-            assert [u for start, end, u in own if start <= number < end] == [told]
+            got = table[min((number - 3) // 2, len(table) - 1)][int(client[1:])]
+            assert [u for start, end, u in own if start <= number < end] == [got]
         assert all(one[2] != other[2] for one, other in pairwise(own))
 
 

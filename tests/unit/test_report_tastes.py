@@ -18,7 +18,7 @@ from prefed.ui.pages import tastes
 from prefed.ui.pages.page import render, write_page
 from prefed.ui.pages.terminal import print_result
 
-TOLD: dict[str, Any] = {
+MEASURED: dict[str, Any] = {
     "clients": ["ann", "bob", "cyd"],
     "own": 0.75,
     "another": 0.375,
@@ -40,14 +40,14 @@ FEDBIS = {"choice_loss": 0.625, "margin": 0.125}
 
 def tasty_run(path: Path, **changes: Any) -> Path:
     run = write_run(path, **FEDBIS)
-    (run / "tastes.json").write_text(json.dumps({**TOLD, **changes}))
+    (run / "tastes.json").write_text(json.dumps({**MEASURED, **changes}))
     return run
 
 
 def test_gains_by_hand() -> None:
     """Ann: 1 − (½ + 0)/2 = ¾; bob: ¾ − (¾ + ¼)/2 = ¼; cyd: ½ − (¼ + ½)/2 = ⅛."""
-    assert tastes.gains(TOLD) == {"ann": 0.75, "bob": 0.25, "cyd": 0.125}
-    assert tastes.gains({**TOLD, "accuracies": [[1.0]]}) == {}
+    assert tastes.gains(MEASURED) == {"ann": 0.75, "bob": 0.25, "cyd": 0.125}
+    assert tastes.gains({**MEASURED, "accuracies": [[1.0]]}) == {}
 
 
 def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
 
 def test_what_clients_told_is_shown_and_warned_of_where_it_is_not_their_taste() -> None:
     """0.75 with own z: 0.625 is 0.125 below it, 0.7 is near."""
-    far, near = ({**TOLD, "told": told} for told in (0.625, 0.7))
+    far, near = ({**MEASURED, "sent": got} for got in (0.625, 0.7))
     assert "62.5%" in dict(tastes.tastes_facts(far))["accuracy with the z sent to the server"]
     assert "with the z sent to the server 0.625" in tastes.tastes_line(far)
     assert "fewer local_steps" in tastes.tastes_line(far)
@@ -84,10 +84,13 @@ def test_what_clients_told_is_shown_and_warned_of_where_it_is_not_their_taste() 
 
 def test_the_page_says_what_would_flatter_another_clients_z(tmp_path: Path) -> None:
     """Judged pairs that it trains on, and the share of numbers that train; older files have neither."""
-    facts = dict(tastes.tastes_facts({**TOLD, "met": 0.125, "trainable_share": 0.00185}))
+    facts = dict(tastes.tastes_facts({**MEASURED, "met": 0.125, "trainable_share": 0.00185}))
     assert facts["pairs that others train on"].startswith("12.5% of the evaluated pairs; ")
     assert facts["trainable parameters"] == "0.18% of the frozen model's"
-    assert not {"pairs that others train on", "trainable parameters"} & dict(tastes.tastes_facts(TOLD)).keys()
+    assert (
+        not {"pairs that others train on", "trainable parameters"}
+        & dict(tastes.tastes_facts(MEASURED)).keys()
+    )
 
 
 def test_the_pages_words_are_those_of_a_selector_with_tastes(tmp_path: Path) -> None:
@@ -107,16 +110,16 @@ def test_without_tastes_there_is_no_section(tmp_path: Path) -> None:
 
 
 def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
-    told = {**TOLD, "another": 0.745, "collapsed": True, "active_units": 3}
+    got = {**MEASURED, "another": 0.745, "collapsed": True, "active_units": 3}
     another = "with another client's 0.745"
-    assert tastes.tastes_line(told) == (
+    assert tastes.tastes_line(got) == (
         f"tastes: accuracy with own z 0.750, {another}; the tastes have collapsed: {COLLAPSE_REMEDY}"
     )
     assert (
         f"no, they have collapsed: own z gains 0.5 points over another's; {COLLAPSE_REMEDY}"
-        in dict(tastes.tastes_facts(told)).values()
+        in dict(tastes.tastes_facts(got)).values()
     )
-    shared = {**TOLD, "own": 0.95, "another": 0.945}
+    shared = {**MEASURED, "own": 0.95, "another": 0.945}
     assert tastes.tastes_line(shared) == "tastes: accuracy with own z 0.950, with another client's 0.945"
     assert tastes.verdict(shared) == "the clients have the same taste: own z gains 0.5 points over another's"
 
@@ -124,7 +127,7 @@ def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
 def test_one_client_without_prototypes_or_trust() -> None:
     """With one client there is no other z, no plane and no peer: only the KL is drawn."""
     alone = {
-        **TOLD,
+        **MEASURED,
         "clients": ["ann"],
         "another": None,
         "accuracies": [[0.75]],
@@ -157,7 +160,7 @@ def test_the_terminal_has_a_line(tmp_path: Path) -> None:
 
 def test_client_ids_cannot_break_the_page(tmp_path: Path) -> None:
     nasty = "<script>alert('x')</script> & $a$"
-    text = json.dumps(TOLD).replace('"ann"', json.dumps(nasty))
+    text = json.dumps(MEASURED).replace('"ann"', json.dumps(nasty))
     page = render(read_run(tasty_run(tmp_path / "run", **json.loads(text))))
     assert page.count("<script") == 1
     assert "&lt;script&gt;" in page

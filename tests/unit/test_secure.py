@@ -295,17 +295,17 @@ def test_whatever_clients_send_is_a_sum_or_a_secure_error(step, data):
     federation = Federation(4, size=2)
     server, clients = federation.server, federation.clients
 
-    def told(name, message):
+    def got(name, message):
         return getattr(server, name)(spoiled(message, data) if name == step else message)
 
     try:
         advertised = [client.advertise() for client in clients.values()]
-        keys = told("keys", advertised)
+        keys = got("keys", advertised)
         sealed = {name: client.share(keys) for name, client in clients.items() if name != "c3"}
-        boxes = told("route", sealed)
+        boxes = got("route", sealed)
         masked = {name: clients[name].mask(federation.values[name], boxes[name]) for name in boxes}
-        signed = {name: clients[name].confirm(sent) for sent in [told("collect", masked)] for name in sent}
-        told("sum", [clients[name].reveal(signed) for name in signed])
+        signed = {name: clients[name].confirm(sent) for sent in [got("collect", masked)] for name in sent}
+        got("sum", [clients[name].reveal(signed) for name in signed])
     except SecureError:
         pass
 

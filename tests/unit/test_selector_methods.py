@@ -163,7 +163,7 @@ def test_a_round_that_merges_nothing_delays_no_warm_up():
 
 def test_after_a_grouping_that_came_to_nothing_all_are_placed_together():
     """No upload of the grouping was valid. Four clients go to two selectors in turn, by their ids, and the
-    round's merge keeps that: each upload is in its own selector, and the next grouping tells who moved."""
+    round's merge keeps that: each upload is in its own selector, and the next grouping shows who moved."""
     method = biscuit(cluster_mean="normalised")
     scores, train = method.exchanges
     server = train.merge(method.init_server(START), [sends("a", 0.1)], at(2))

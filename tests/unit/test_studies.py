@@ -28,17 +28,17 @@ def make(folder, name, seed=42, *, gap=0.5, norm=2.0, clients=CLIENTS, size=None
     base = config(seed=seed)
     settings = {key: {**base.get(key, {}), **table} for key, table in tables.items() if key != "log"}
     rounds = len(next(iter(clients.values()))) - 1
-    told = {"global_loss": 0.6, "gradient_norm": norm, "paper_gap": gap, **tables.get("log", {})}
+    got = {"global_loss": 0.6, "gradient_norm": norm, "paper_gap": gap, **tables.get("log", {})}
     path = write_run(
         folder / f"{name}-seed{seed}",
         clients,
         settings={"seed": seed, **settings},
-        figures={key: value if isinstance(value, list) else [value] * rounds for key, value in told.items()},
+        figures={key: value if isinstance(value, list) else [value] * rounds for key, value in got.items()},
     )
     lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
     for line in lines:
         line["cohort"] = sorted(clients)[:size]
-        for key in [key for key in told if line[key] is None]:
+        for key in [key for key in got if line[key] is None]:
             del line[key]
     (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -220,7 +220,7 @@ def test_a_table_takes_up_what_is_finished(tmp_path):
     assert toy.calls == []
     runs = tmp_path / "toy"
     (runs / "local-lr0.001-seed1/summary.json").unlink()
-    (runs / "local-lr0.009-seed1.begun").write_text("abc1234\n")
+    (runs / "local-lr0.009-seed1.commits").write_text("abc1234\n")
     old = json.loads((runs / "local-lr0.003-seed2/judged-test.json").read_text())
     del old["combined_accuracy"]
     (runs / "local-lr0.003-seed2/judged-test.json").write_text(json.dumps(old))
@@ -292,7 +292,7 @@ def test_as_many_runs_as_jobs_are_under_way(tmp_path):
 
 
 def test_what_fails_is_told_and_the_other_cells_go_on(tmp_path):
-    """A later call for one cell puts it beside those that are there, in the table's order."""
+    """A later call for one cell puts it next to the existing ones, in the table's order."""
 
     class Breaks(Toy):
         async def __call__(self, run):
@@ -333,20 +333,20 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
 
 def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
     """Its last line is in the error, and all that it printed is kept."""
-    told = "import sys; print('round 1/2', file=sys.stderr, flush=True); sys.exit('error: no model')"
-    monkeypatch.setattr(sweep_child, "START", told)
+    got = "import sys; print('round 1/2', file=sys.stderr, flush=True); sys.exit('error: no model')"
+    monkeypatch.setattr(sweep_child, "START", got)
     run = toy_cells(tmp_path)[0].planned()[0]
     with pytest.raises(
         sweep_child.CommandError, match=r"failed with status 1: error: no model \(log: "
     ) as failed:
         asyncio.run(run_in_process(run))
     assert failed.value.refusal == "no model"
-    assert run.beside("log").read_text() == "round 1/2\nerror: no model\n"
+    assert run.auxiliary("log").read_text() == "round 1/2\nerror: no model\n"
     assert not run.finished
 
 
 def test_a_command_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):
-    """A ``json.py`` or ``typer.py`` beside the user's data is theirs, and no library's."""
+    """A ``json.py`` or ``typer.py`` next to the user's data is theirs, and no library's."""
     for name in ("json", "typer"):
         (tmp_path / f"{name}.py").write_text("import os\nos._exit(99)\n")
     monkeypatch.chdir(tmp_path)
@@ -355,7 +355,7 @@ def test_a_command_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):
 
 
 def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
-    """Also where the parent is killed and can tell nobody."""
+    """Also where the parent is killed without a chance to report it."""
     pid = tmp_path / "pid"
     forever = f"""
         import sys, types, os, time, pathlib
@@ -369,7 +369,7 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
         from prefed.runs import sweep_child as child
         child.START = {dedent(forever)!r} + child.START
         out, log = pathlib.Path("x"), pathlib.Path({str(tmp_path / "log")!r})
-        run = SimpleNamespace(out=out, beside=lambda ending: log)
+        run = SimpleNamespace(out=out, side_file=lambda ending: log)
         asyncio.run(child._command(run, "run"))
     """
     with subprocess.Popen([sys.executable, "-c", dedent(parent)]) as process:

@@ -112,7 +112,7 @@ def test_a_table_takes_over_what_it_does_not_say(table, tmp_path):
 
 
 def test_paths_are_taken_from_the_file_that_names_them(table, tmp_path):
-    """A base elsewhere has its own folder; what a row sets is looked for beside the table."""
+    """A base elsewhere has its own folder; what a row sets is looked for next to the table."""
     (tmp_path / "base").mkdir()
     for place in ("base/pairs.jsonl", "test.jsonl"):
         (tmp_path / place).touch()
@@ -180,7 +180,8 @@ def test_a_cell_that_is_no_experiment_is_named(table):
 
 
 def test_a_table_is_run_by_its_cells(table, tmp_path):
-    """Without --cell some of them are listed; a name that is nearly one is told; one experiment has none."""
+    """Without --cell some of them are listed; a name that is close to one is suggested; one experiment has
+    none."""
 
     def error(*words):
         result = CliRunner().invoke(app, [*map(str, words)])

@@ -126,7 +126,7 @@ def test_a_step_is_that_of_a_plain_loop(pairs, monkeypatch, scale):
     )
     trust = Tensors(Layout((Entry("trust/logits", (n,), "trust"),)), torch.tensor([0.1, 0.2, 0.3, 0.4]))
     objective = Objective("latent", settings)
-    chosen = phase(model, objective, constants={"peers": table}, beside=trust, rates={"trust/logits": 0.5})
+    chosen = phase(model, objective, constants={"peers": table}, auxiliary=trust, rates={"trust/logits": 0.5})
     monkeypatch.setattr(optimizer_steps, "first_loss_scale", lambda backbone: scale)
     result = trainer.visit(rows, key, ownership(model)).train(model.initial, chosen)
 
@@ -168,8 +168,8 @@ def test_a_step_is_that_of_a_plain_loop(pairs, monkeypatch, scale):
         nlls.append(float(nll.detach()))
     for name in trained(model):
         torch.testing.assert_close(result.tensors[name], weights[name].detach(), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(result.beside["trust/logits"], logits.detach(), rtol=1e-4, atol=1e-6)
-    assert result.beside["trust/logits"][1:3].tolist() == pytest.approx([0.2, 0.3])
+    torch.testing.assert_close(result.auxiliary["trust/logits"], logits.detach(), rtol=1e-4, atol=1e-6)
+    assert result.auxiliary["trust/logits"][1:3].tolist() == pytest.approx([0.2, 0.3])
     assert result.figures["nll"] == pytest.approx(np.mean(nlls), rel=1e-5)
     assert (result.steps, result.pairs) == (2, 12)
 
@@ -188,14 +188,14 @@ def test_without_peers_the_prior_is_standard_and_the_weights_rest():
         ({"own": -1.0}, {}),
         ({"prior": 0.0}, {"peers": table}),
     ):
-        asked = phase(model, constants=constants, beside=trust)
+        asked = phase(model, constants=constants, auxiliary=trust)
         prior = LatentPrior({**settings, **changes}, model.device, asked)
         assert torch.equal(prior.kl(q, Key(0)), standard_kl(q))
         prior.step(1.0)
-        assert prior.beside() is trust
+        assert prior.auxiliary() is trust
         assert prior.mean(2).tolist() == [0.0, 0.0]
     mixture = LatentPrior(
-        {**settings, "own": 1.0}, model.device, phase(model, constants={"peers": table}, beside=trust)
+        {**settings, "own": 1.0}, model.device, phase(model, constants={"peers": table}, auxiliary=trust)
     )
     assert mixture.mean(2).tolist() == [9.0, 9.0]
 
@@ -210,7 +210,7 @@ def test_own_row_of_the_peers_changes_no_bit(pairs):
         table = Tensors(layout, torch.tensor([own] * 4 + [1.0] * 4 + [0.0] * 8 + [1.0, 1.0]))
         trust = Tensors.zeros(Layout((Entry("trust/logits", (2,), "trust"),)))
         asked = phase(
-            model, Objective("latent", {"prior": 1, "own": 0}), constants={"peers": table}, beside=trust
+            model, Objective("latent", {"prior": 1, "own": 0}), constants={"peers": table}, auxiliary=trust
         )
         results.append(
             PairTrainer(model, pairs).visit(ROWS[:20], Key(1), ownership(model)).train(model.initial, asked)
@@ -239,7 +239,7 @@ def test_a_client_of_one_pair_trains_at_the_priors_mean(pairs):
 
 @pytest.mark.parametrize("most", [4096, 130])
 def test_a_lora_trains_through_the_base_log_odds(pairs, most):
-    """Its gradient, in one group and in several, beside central differences along that
+    """Its gradient, in one group and in several, compared with central differences along that
     gradient: without dropout the loss is smooth in the LoRA."""
     model = backbone(LATENT | {"lora"})
     trainer = PairTrainer(model, pairs, max_tokens=most)

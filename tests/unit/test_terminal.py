@@ -61,7 +61,7 @@ def test_a_result_in_80_columns():
 
 
 def test_dataset_statistics_in_80_columns(tmp_path):
-    """Headers and lengths of four digits whole beside long ids and categories."""
+    """Headers and lengths of four digits are whole next to long ids and categories."""
     from tests.unit.test_data_statistics import build
 
     rows = [

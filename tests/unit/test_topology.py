@@ -158,7 +158,7 @@ def test_max_degree_is_the_laplacian():
 
 
 def test_edges_that_fail_are_self_weight_at_both_ends():
-    """Which edges fail is read off the zeros; all that may change beside them is the diagonal."""
+    """Which edges fail is read off the zeros; the only other value that may change is the diagonal."""
     whole = five("ring").matrix(1).toarray()
     failing = five("ring", edge_failure=0.5)
     rounds = [failing.matrix(number).toarray() for number in range(1, 9)]

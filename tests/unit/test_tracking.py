@@ -1,4 +1,4 @@
-"""Telling tools of a run: what they are told, when, and that no failure of theirs ends the run."""
+"""Logging a run to tools: what is logged, when, and that no failure of a tool ends the run."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from prefed.trackers.tracking import STATE, AlignmentTracking, Tracking
 
 
 class Fake(Tracker):
-    """A tool in memory, which fails when it is told to.
+    """A tool in memory, which fails on request.
 
     Attributes:
         fails: what raises: ``"begin"``, ``"log"``, ``"finish"`` or ``"close"``.
@@ -32,8 +32,8 @@ class Fake(Tracker):
 
     def __init__(self, run):
         self._may("begin")
-        self.begun.append(run)
-        self.known = run.known or f"id-{len(self.begun)}"
+        self.started.append(run)
+        self.known = run.known or f"id-{len(self.started)}"
 
     def _may(self, what):
         if what in self.fails:
@@ -43,9 +43,9 @@ class Fake(Tracker):
         self._may("log")
         self.rounds.append(number)
 
-    def finish(self, told):
+    def finish(self, got):
         self._may("finish")
-        self.told.append(told)
+        self.got.append(got)
 
     def close(self, *, succeeded):
         self.closed.append(succeeded)
@@ -53,7 +53,7 @@ class Fake(Tracker):
 
 
 def make_fake():
-    return type("FakeOne", (Fake,), {"fails": set(), "begun": [], "rounds": [], "told": [], "closed": []})
+    return type("FakeOne", (Fake,), {"fails": set(), "started": [], "rounds": [], "got": [], "closed": []})
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def tracking(folder, kind, warnings, rounds=3, **changes):
 
 
 def test_a_tool_that_fails_is_warned_of_once_and_tried_again_at_the_end(tmp_path, fake):
-    """Without an answer in rounds 1 to 3; at the end it answers, and is told all three and the summary."""
+    """Without an answer in rounds 1 to 3; at the end it answers, and receives all three and the summary."""
     warnings, fake.fails = [], {"log"}
     tool = tracking(tmp_path, fake, warnings)
     for number in (1, 2, 3):
@@ -101,7 +101,7 @@ def test_a_tool_that_fails_is_warned_of_once_and_tried_again_at_the_end(tmp_path
     fake.fails = set()
     tool.finish(SUMMARY, lambda: "<html>")
     tool.close(succeeded=True)
-    assert (fake.rounds, len(fake.begun), len(fake.told)) == ([1, 2, 3], 1, 1)
+    assert (fake.rounds, len(fake.started), len(fake.got)) == ([1, 2, 3], 1, 1)
     assert len(warnings) == 1
 
 
@@ -120,7 +120,7 @@ def test_no_failure_ends_a_run(tmp_path, fake, what):
 @given(st.lists(st.tuples(st.sampled_from(["begin", "log", "finish", ""]), st.booleans()), max_size=12))
 def test_every_round_is_told_once_whatever_fails_and_stops(tmp_path_factory, course):
     """A law: at each round the tool may fail in one place and the process may be killed and started again. In
-    the end each round was told once, in order, in one run of the tool, and the summary once."""
+    the end each round was logged once, in order, in one run of the tool, and the summary once."""
     folder = tmp_path_factory.mktemp("run")
     kind, rounds, warnings = make_fake(), len(course) + 1, []
     tool = tracking(folder, kind, warnings, rounds)
@@ -136,9 +136,9 @@ def test_every_round_is_told_once_whatever_fails_and_stops(tmp_path_factory, cou
     tool.finish({**SUMMARY, "rounds": rounds}, None)
     tool.finish({**SUMMARY, "rounds": rounds}, None)
     assert kind.rounds == list(range(1, rounds + 1))
-    assert [told.rounds for told in kind.told] == [rounds]
-    assert len({run.known for run in kind.begun} - {None}) <= 1
-    assert json.loads((folder / STATE).read_text())["fake"]["told"] == rounds
+    assert [got.rounds for got in kind.got] == [rounds]
+    assert len({run.known for run in kind.started} - {None}) <= 1
+    assert json.loads((folder / STATE).read_text())["fake"]["logged"] == rounds
 
 
 def test_a_run_taken_back_is_told_again_from_there(tmp_path, fake):
@@ -150,8 +150,8 @@ def test_a_run_taken_back_is_told_again_from_there(tmp_path, fake):
     again.on_run_begin(1, 3)
     again.on_round_end(record(2))
     assert fake.rounds == [1, 2, 3, 2]
-    assert fake.begun[-1].first == 2
-    assert fake.begun[-1].known == "id-1"
+    assert fake.started[-1].first == 2
+    assert fake.started[-1].known == "id-1"
 
 
 def test_a_damaged_note_is_a_warning_and_other_tools_keep_theirs(tmp_path, fake):
@@ -162,7 +162,7 @@ def test_a_damaged_note_is_a_warning_and_other_tools_keep_theirs(tmp_path, fake)
     assert warnings[0].startswith(f"[track] cannot read {tmp_path / STATE} (")
     assert warnings[0].endswith("): trackers will log a new run")
     assert fake.rounds == [1]
-    other = {"known": "x", "told": 7, "finished": 0}
+    other = {"known": "x", "logged": 7, "finished": 0}
     (tmp_path / STATE).write_text(json.dumps({"other": other}))
     tracking(tmp_path, fake, []).on_round_end(record(1))
     assert json.loads((tmp_path / STATE).read_text())["other"] == other
@@ -176,7 +176,7 @@ def aligning(folder, kind, epochs):
 
 def test_epochs_are_counted_over_generations(tmp_path, fake):
     """Two epochs in each of three generations. The process is killed after the fourth epoch was written and
-    before it was told; the end tells it and those after it, each once, and the summary once."""
+    before it was logged; the end logs it and those after it, each once, and the summary once."""
     tool = aligning(tmp_path, fake, [])
     for number, done in ((1, 1), (1, 2), (2, 1)):
         tool.on_stage_begin(f"train-{number}", done - 1, 2)
@@ -190,28 +190,28 @@ def test_epochs_are_counted_over_generations(tmp_path, fake):
     again.end(summary)
     again.end(summary)
     assert fake.rounds == [1, 2, 3, 4, 5, 6]
-    (told,) = fake.told
-    assert told.figures == {
+    (got,) = fake.got
+    assert got.figures == {
         **{"summary/align/train/pairs": 4, "summary/align/train/kept": 6, "summary/align/loss": 0.5},
         **{"summary/align/agreement": 0.75, "summary/align/seconds": 2},
     }
-    assert [run.known for run in fake.begun] == [None, "id-1"]
+    assert [run.known for run in fake.started] == [None, "id-1"]
 
 
 def test_training_that_is_done_again_is_a_new_run_in_a_tool(tmp_path, fake):
-    """A tool may refuse a step that it was told already, as Weights & Biases does."""
+    """A tool may refuse a step that it has already, as Weights & Biases does."""
     tool = aligning(tmp_path, fake, [])
     tool.on_stage_begin("train", 0, 2)
     tool.on_stage_step("train", 1, 2, {"loss": 0.5})
     again = aligning(tmp_path, fake, [])
     again.on_stage_begin("train", 0, 3)
     again.on_stage_step("train", 1, 3, {"loss": 0.5})
-    assert [run.known for run in fake.begun] == [None, None]
+    assert [run.known for run in fake.started] == [None, None]
     assert fake.rounds == [1, 1]
 
 
 def test_numbers_beside_the_summary_of_a_run_that_was_told(tmp_path, fake):
-    """In the same run of the tool, which is told no round again and keeps its end."""
+    """In the same run of the tool, in which no round is logged again and the end is kept."""
     tool = tracking(tmp_path, fake, [])
     for number in (1, 2, 3):
         tool.on_round_end(record(number))
@@ -219,8 +219,8 @@ def test_numbers_beside_the_summary_of_a_run_that_was_told(tmp_path, fake):
     before = json.loads((tmp_path / STATE).read_text())
     tracking(tmp_path, fake, []).add(3, {"judge/n/wins": 0.5})
     assert fake.rounds == [1, 2, 3]
-    assert fake.begun[-1].known == "id-1"
-    assert (fake.told[-1].figures, fake.told[-1].rows) == ({"judge/n/wins": 0.5}, ())
+    assert fake.started[-1].known == "id-1"
+    assert (fake.got[-1].figures, fake.got[-1].rows) == ({"judge/n/wins": 0.5}, ())
     assert json.loads((tmp_path / STATE).read_text()) == before
 
 
@@ -238,9 +238,9 @@ def test_of_an_alignment_nothing_but_numbers_is_told(other):
 def test_without_clients_nothing_told_names_one(tmp_path, fake):
     tool = tracking(tmp_path, fake, [], clients=False)
     tool.finish(SUMMARY, lambda: "<html>ann</html>")
-    (told,) = fake.told
-    assert (told.columns, told.rows, told.page) == ([], [], None)
-    assert not any("ann" in name for name in told.figures)
+    (got,) = fake.got
+    assert (got.columns, got.rows, got.page) == ([], [], None)
+    assert not any("ann" in name for name in got.figures)
 
 
 def test_without_clients_the_settings_name_none(tmp_path, fake):
@@ -255,7 +255,7 @@ def test_without_clients_the_settings_name_none(tmp_path, fake):
             tracked({"fake": fake}, TrackConfig(to="tensorboard", clients=clients), run, Callback(), None),
         ):
             patch.setattr(reader, "read_commit", lambda folder: reader.Commit(2, {}, {}))
-        text = json.dumps(fake.begun[-1].config)
+        text = json.dumps(fake.started[-1].config)
         assert {name for name in ("ann", "bob") if name in text} == names
         assert "/home" not in text
         assert '"by": "source"' in text
@@ -328,13 +328,13 @@ def experiment(**changes):
 
 
 def test_the_table_changes_no_digest():
-    """So a run begun without it, or by an earlier version, goes on with it."""
-    plain, told = experiment(), experiment(track={"to": "tensorboard", "project": "x"})
+    """So a run started without it, or by an earlier version, continues with it."""
+    plain, got = experiment(), experiment(track={"to": "tensorboard", "project": "x"})
     assert "track" not in plain.tables()
-    assert settings_digest(plain.tables()) == settings_digest(told.tables())
-    assert Experiment.parse(to_toml(told)) == told
-    assert told.track is not None
-    assert told.track.to == ["tensorboard"]
+    assert settings_digest(plain.tables()) == settings_digest(got.tables())
+    assert Experiment.parse(to_toml(got)) == got
+    assert got.track is not None
+    assert got.track.to == ["tensorboard"]
 
 
 def test_a_starting_file_has_the_keys_behind_comments():
@@ -354,6 +354,6 @@ def test_a_finished_run_can_be_told_of_later(tmp_path, fake, monkeypatch):
     with tracked({"fake": fake}, config, run, Callback(), lambda path: f"page of {path.name}"):
         pass
     assert fake.rounds == [1, 2]
-    (told,) = fake.told
-    assert (told.rounds, told.page, len(told.rows)) == (2, "page of run", 3)
-    assert (fake.begun[0].project, fake.begun[0].name, fake.closed) == ("p", "n", [True])
+    (got,) = fake.got
+    assert (got.rounds, got.page, len(got.rows)) == (2, "page of run", 3)
+    assert (fake.started[0].project, fake.started[0].name, fake.closed) == ("p", "n", [True])

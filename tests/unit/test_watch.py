@@ -69,7 +69,7 @@ def test_the_page_is_written_after_every_round_and_loads_itself_until_the_end(
 ) -> None:
     """Before the first evaluation it says so; after it the figures are those of the last one. A look at which
     nothing has changed writes nothing."""
-    page, seen, told = tmp_path / "page.html", list[tuple[bool, str]](), list[str]()
+    page, seen, got = tmp_path / "page.html", list[tuple[bool, str]](), list[str]()
 
     def look(then: Callable[[], None]) -> Callable[[], None]:
         def step() -> None:
@@ -85,7 +85,7 @@ def test_the_page_is_written_after_every_round_and_loads_itself_until_the_end(
         look(lambda: run.commit(2)),
         look(run.finish),
     ]
-    watch.watch(run.path, page, told.append)
+    watch.watch(run.path, page, got.append)
     assert [refreshes for refreshes, _ in seen] == [True, True, False, True]
     assert "Metrics appear after the first evaluation." in seen[0][1]
     assert "It has completed round 1 and continues. This page reloads automatically." in seen[1][1]
@@ -97,18 +97,18 @@ def test_the_page_is_written_after_every_round_and_loads_itself_until_the_end(
     assert "refresh" not in page.read_text()
     assert "not finished" not in page.read_text()
     assert "67% (43% to 83%)" in words(page)
-    assert told[0] == f"report: {page}, updated after every round; Ctrl-C stops the updates, not the run"
-    assert told[1:] == [f"report: {page}"]
+    assert got[0] == f"report: {page}, updated after every round; Ctrl-C stops the updates, not the run"
+    assert got[1:] == [f"report: {page}"]
 
 
 def test_a_run_that_nobody_works_on_is_not_waited_for(run: Run, tmp_path: Path) -> None:
-    told: list[str] = []
+    got: list[str] = []
     lock = run.path / "checkpoint/LOCK"
     run.commit(1)
     run.steps = [lambda: lock.write_text(f"process {NOBODY} on {socket.gethostname()}")]
-    watch.watch(run.path, tmp_path / "page.html", told.append)
+    watch.watch(run.path, tmp_path / "page.html", got.append)
     assert (
-        told[1]
+        got[1]
         == f"report: {tmp_path / 'page.html'}; {run.path} stopped after round 1: no process is running it"
     )
     page = tmp_path / "page.html"

@@ -54,7 +54,7 @@ def test_a_state_comes_back_as_it_was(groups, values):
     """Law: decode ∘ encode is the identity, over names in any script, all dtypes, empty tensors."""
     back = decode_state(encode(State(groups, values)))
     same(back.tensors, groups)
-    assert repr(dict(back.values)) == repr(values)  # tells 1 from 1.0 and 0.0 from -0.0
+    assert repr(dict(back.values)) == repr(values)  # distinguishes 1 from 1.0 and 0.0 from -0.0
 
 
 @given(tensor_groups(), st.dictionaries(st.text(), st.floats(), max_size=3), st.text())
@@ -173,7 +173,7 @@ def test_a_message_is_within_its_limits(groups, scalars, client, number):
 
 
 def test_a_message_too_large_is_refused_unread():
-    """Both sizes are told. Nothing in it is read: what follows its first 8 bytes is noise."""
+    """Both sizes are reported. Nothing in it is read: what follows its first 8 bytes is noise."""
     with pytest.raises(WireError, match="the message has 1,000,008 bytes; expected at most 900"):
         decode_upload(bytes(8) + b"x" * 10**6, (100, 900))
     with pytest.raises(WireError, match="the message has 101 bytes of header; expected at most 100"):

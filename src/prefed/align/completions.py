@@ -99,7 +99,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     name, key = generation.stage("completions"), generation.key(alignment)
     server = config.endpoint
     remote = None if server is None or done == len(batches) else _from_endpoint(alignment, server, how)
-    begun, tokens, finished = time.perf_counter(), 0, sum(map(len, batches[:done]))
+    started, tokens, finished = time.perf_counter(), 0, sum(map(len, batches[:done]))
     alignment.callback.on_stage_begin(name, finished, len(wanted))
     for batch in batches[done:]:
         keys = [
@@ -143,9 +143,9 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
             )
         append(path, rows)
         tokens, finished = tokens + sum(counts), finished + len(batch)
-        rate = tokens / max(time.perf_counter() - begun, 1e-9)
+        rate = tokens / max(time.perf_counter() - started, 1e-9)
         alignment.callback.on_stage_step(name, finished, len(wanted), {"tokens_per_second": rate})
-    seconds = max(time.perf_counter() - begun, 1e-9)
+    seconds = max(time.perf_counter() - started, 1e-9)
     written = list(rows_in(path))
     # An older prefed did not record whether a completion ended.
     cut = sum(not row.get("ended", True) for row in written)

@@ -148,7 +148,7 @@ def _forget_others(folder: Path, stages: tuple[Stage, ...]) -> None:
             forget(folder, replace(stage, outputs=left, parts=()))
 
 
-def begun(folder: Path) -> bool:
+def has_alignment(folder: Path) -> bool:
     """Whether a folder contains files of a finished or unfinished alignment."""
     return left_anything(folder, STAGES)
 

@@ -35,7 +35,7 @@ class Drawn:
     origin: Mapping[str, str | int]
 
 
-def check_told(tastes: str, clients: Collection[str], labelled: Collection[str]) -> None:
+def check_known(tastes: str, clients: Collection[str], labelled: Collection[str]) -> None:
     """Check that there are tastes to draw from.
 
     Args:
@@ -67,9 +67,9 @@ def draw(known: KnownTastes, tastes: str, key: Key) -> Drawn:
         key: the key of the prompt.
 
     Raises:
-        AlignError: as :func:`check_told`.
+        AlignError: as :func:`check_known`.
     """
-    check_told(tastes, known.posteriors, known.labels)
+    check_known(tastes, known.posteriors, known.labels)
     generator = key.numpy()
     if tastes == "prototypes":
         numbers = [known.labels[client] for client in sorted(known.labels)]

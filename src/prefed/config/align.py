@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from prefed.config.errors import ConfigError, validate
 from prefed.config.file import override
 from prefed.core import Objective
+from prefed.core.plugins import is_code
 from prefed.core.strict_settings import StrictModel
 from prefed.data import Source
 from prefed.models import ModelConfig
@@ -219,6 +220,12 @@ class AlignConfig(StrictModel):
         if not number and self.labels not in LABELLERS and not self.judge_name:
             raise ValueError(
                 f"labels must be {', '.join(LABELLERS)}, a selector's number from 0, or judge:NAME"
+            )
+        judge = self.judge_name or ""
+        if is_code(judge) and "." in judge.partition(":")[0]:
+            raise ValueError(
+                f"labels = {self.labels!r}: an alignment does not load a judge from a file or module; "
+                "use one of prefed, or install a package with an entry point in 'prefed.judges' and name that"
             )
         if self.judge is not None and self.judge_name is None:
             raise ValueError(f"[align.judge] requires labels = 'judge:NAME', not {self.labels!r}: remove one")

@@ -165,7 +165,7 @@ class Phase:
         memory: values that the objective carries from step to step, such as ``scale`` of the PDPO loss.
         moments: initial optimiser state. ``None`` starts a new optimiser and returns no moments.
         constants: groups of tensors that the objective reads, such as data about other clients.
-        beside: tensors that train alongside the model but are not in its layout. Their optimiser is new in
+        auxiliary: tensors that train alongside the model but are not in its layout. Their optimiser is new in
             each phase, and ``rates`` may contain their names.
 
     Raises:
@@ -187,7 +187,7 @@ class Phase:
     memory: Mapping[str, float] = field(default_factory=dict)
     moments: Moments | None = None
     constants: Mapping[str, Tensors] = field(default_factory=dict)
-    beside: Tensors | None = None
+    auxiliary: Tensors | None = None
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -228,7 +228,7 @@ class PhaseResult:
         figures: means over the steps of the objective's metrics, e.g. ``margin``.
         memory: :attr:`Phase.memory` after the last step.
         moments: optimiser state after the last step; ``None`` if ``Phase.moments`` is ``None``.
-        beside: ``Phase.beside`` after the last step.
+        auxiliary: ``Phase.auxiliary`` after the last step.
     """
 
     tensors: Tensors
@@ -238,7 +238,7 @@ class PhaseResult:
     figures: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
     moments: Moments | None = None
-    beside: Tensors | None = None
+    auxiliary: Tensors | None = None
 
 
 POOLED = "pooled"

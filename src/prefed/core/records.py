@@ -257,7 +257,7 @@ class Tastes(TypedDict):
     own: float
     another: float | None
     population: float
-    told: NotRequired[float | None]
+    sent: NotRequired[float | None]
     collapsed: bool
     accuracies: list[list[float]]
     active_units: int

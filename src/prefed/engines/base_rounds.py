@@ -151,7 +151,7 @@ class Course(ABC):
             require()
         self.writer.begin_round()
         if self.job.privacy.draws == "system":
-            self.writer.begun.add(number)
+            self.writer.starts.add(number)
 
     def ask(
         self, what: str, number: int, tasks: Iterable[Task], of: int, done: int = 0
@@ -393,7 +393,7 @@ class Course(ABC):
             content |= {name: evaluation[name] for name in SHIFT_METRICS if name in evaluation}
             content["evaluation"] = evaluation
         if self.job.privacy.kind is not None:
-            content["epsilon"] = spent(self.job, content["round"], self.writer.begun.times())
+            content["epsilon"] = spent(self.job, content["round"], self.writer.starts.times())
         if standing is not None and standing.last_round == self.writer.round + 1:
             content["validation"] = standing.last
         content |= {"bytes_up": tally.bytes_up, "bytes_down": tally.bytes_down, "seconds": seconds}

@@ -21,14 +21,14 @@ def guarantee(job: Job) -> Guarantee:
     return guarantee_of(job.privacy, len(job.members), cohort, job.cohort.sampling)
 
 
-def most_releases(job: Job, number: int, begun: Mapping[int, int]) -> int:
+def most_releases(job: Job, number: int, starts: Mapping[int, int]) -> int:
     """The maximum number of releases of a client in the rounds up to ``number``, which determines ε.
 
     The schedule is fixed before the run, so this number does not depend on clients' data. A client counts
     even if it does not answer. With secret cohorts a round is a release of all clients.
 
     Args:
-        begun: round → number of starts, each of which draws new noise (default: 1).
+        starts: round → number of starts, each of which draws new noise (default: 1).
     """
     counts: Counter[str] = Counter()
     everybody = job.graph is not None or guarantee(job).sampling != "none"
@@ -38,11 +38,11 @@ def most_releases(job: Job, number: int, begun: Mapping[int, int]) -> int:
             if exchange.due(plan.number):
                 asked = job.members if everybody or exchange.to != "cohort" else visits
                 for client in asked:
-                    counts[client] += begun.get(plan.number, 1)
+                    counts[client] += starts.get(plan.number, 1)
     return max(counts.values(), default=0)
 
 
-def spent(job: Job, number: int, begun: Mapping[int, int]) -> float | None:
+def spent(job: Job, number: int, starts: Mapping[int, int]) -> float | None:
     """ε after round ``number`` at ``[privacy] delta``; ``None`` without noise.
 
     Raises:
@@ -51,10 +51,10 @@ def spent(job: Job, number: int, begun: Mapping[int, int]) -> float | None:
     if not job.privacy.noise:
         return None
     assert job.privacy.delta is not None
-    return guarantee(job).epsilon(most_releases(job, number, begun), job.privacy.delta)
+    return guarantee(job).epsilon(most_releases(job, number, starts), job.privacy.delta)
 
 
-def told(job: Job, number: int, begun: Mapping[int, int]) -> dict[str, Plain]:
+def privacy_record(job: Job, number: int, starts: Mapping[int, int]) -> dict[str, Plain]:
     """The entry ``privacy`` of ``summary.json`` after round ``number``; empty without ``[privacy] kind``."""
     privacy = job.privacy
     if privacy.kind is None:
@@ -65,11 +65,11 @@ def told(job: Job, number: int, begun: Mapping[int, int]) -> dict[str, Plain]:
             "kind": privacy.kind,
             "clip": privacy.clip,
             "noise_multiplier": privacy.noise_multiplier,
-            "epsilon": spent(job, number, begun),
+            "epsilon": spent(job, number, starts),
             "delta": privacy.delta,
             "adjacency": promised.adjacency,
             "bound": promised.bound,
-            "releases": most_releases(job, number, begun),
+            "releases": most_releases(job, number, starts),
             "draws": privacy.draws or "seed",
         }
     }

@@ -140,11 +140,11 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             download,
             objective=Objective(LATENT.name, {**settings.goal().settings, **who}),
             constants={PEERS: download.tensors[PEERS]},
-            beside=trust,
+            auxiliary=trust,
             rates=dict.fromkeys(trust, settings.trust_lr),
         )
         after = tastes.keep(private, result.tensors)
-        return upload, after if result.beside is None else after.update({TRUST: result.beside})
+        return upload, after if result.auxiliary is None else after.update({TRUST: result.auxiliary})
 
     def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
         merged = tastes.merge(server, uploads, now)

@@ -22,7 +22,7 @@ from prefed.align.judge.endpoint import EndpointJudge, openai_or_here
 from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import get_template
 from prefed.align.run import SETTINGS, SUMMARY
-from prefed.align.tastes import check_told
+from prefed.align.tastes import check_known
 from prefed.config import AlignConfig, Experiment
 from prefed.config.align import JudgeConfig, align_settings
 from prefed.core import Callback, Callbacks, files
@@ -36,7 +36,7 @@ from prefed.runs.finished_run import RunRecord, read_run
 from prefed.runs.labels import JudgeLabels, check_selectors, make_judge, selectors_of, untrained
 from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
 from prefed.runs.start_or_resume import run_log
-from prefed.runs.tastes import OPPOSED, common_taste, known_tastes, split_taste, told_taste
+from prefed.runs.tastes import OPPOSED, common_taste, known_tastes, published_taste, split_taste
 from prefed.runs.track import tracked_alignment
 from prefed.store import RunReader
 from prefed.store.directory import lock
@@ -80,15 +80,15 @@ def align(
         _locked(record.path),
         run_log(record.path) as log,
         _threads(record),
-        tracked_alignment(record.config, folder, Callbacks([*callbacks, log])) as telling,
+        tracked_alignment(record.config, folder, Callbacks([*callbacks, log])) as reporting,
     ):
-        source = _Source(record.path, config, telling)
+        source = _Source(record.path, config, reporting)
         alignment = _alignment(record, config, source)
         if stage is not None or not (folder / SUMMARY).exists():
             source.check_tastes()
-        _warn_of_collapse(record, config, telling)
+        _warn_of_collapse(record, config, reporting)
         for text in what_is_sent(config):
-            telling.on_note(text)
+            reporting.on_note(text)
         return run_stages(alignment, stage)
 
 
@@ -159,17 +159,17 @@ def check_named_tastes(experiment: Experiment, job: Job) -> None:
     config = experiment.align
     if config is None or (config.taste is None and config.tastes is None):
         return
-    telling = [client for client in job.members if job.privacy.may_report(job.weights[client])]
+    reporting = [client for client in job.members if job.privacy.may_report(job.weights[client])]
     count = experiment.model.variational.prototypes if "prototypes" in experiment.parts else 0
     if config.tastes is not None:
-        check_told(config.tastes, telling, telling if count else ())
+        check_known(config.tastes, reporting, reporting if count else ())
     if config.taste is None:
         return
     (kind, which), wrong = split_taste(config.taste), ""
     if kind == "client" and which not in job.trainers.clients:
         some = f"; the clients are {listed(job.members)}"
         wrong = f"no such client in the data{did_you_mean(which, job.members) or some}"
-    elif kind == "client" and which not in telling:
+    elif kind == "client" and which not in reporting:
         wrong = (
             "this client will not send its taste: it never trains, or has fewer pairs than [privacy] "
             "minimum_pairs; name another client"
@@ -341,10 +341,10 @@ class _Source:
     def check_tastes(self) -> None:
         """Check that the server knows the tastes."""
         if self.config.taste is not None:
-            told_taste(self.run, self.config.taste)
+            published_taste(self.run, self.config.taste)
         if self.config.tastes is not None:
             known = self.tastes()
-            check_told(self.config.tastes, known.posteriors, known.labels)
+            check_known(self.config.tastes, known.posteriors, known.labels)
 
     def tastes(self) -> KnownTastes:
         return known_tastes(self.run)

@@ -103,7 +103,7 @@ def evaluate(
                 figures[client] = own
         progress(done, len(evaluated))
     notes = _too_few_pairs(run, evaluated)
-    if split == "train" and _told_by(run, evaluated):
+    if split == "train" and _uses_labels_of(run, evaluated):
         notes.append(
             "the taste was inferred from training pairs of these clients: the metrics do not measure "
             "generalisation"
@@ -196,8 +196,8 @@ def _too_few_pairs(run: LoadedRun, judged: Sequence[str]) -> list[str]:
         return []
     kind, which = (OWN, "") if run.taste == OWN else split_taste(run.taste)
     asked = int(which) if kind == "pairs" else 1
-    telling = {OWN: judged, "pairs": judged, "client": [which]}.get(kind, [])
-    sizes = {client: run.trainers.clients[client].train for client in telling}
+    inferred_from = {OWN: judged, "pairs": judged, "client": [which]}.get(kind, [])
+    sizes = {client: run.trainers.clients[client].train for client in inferred_from}
     few = {client: size for client, size in sizes.items() if size < asked}
     if not few:
         return []
@@ -207,7 +207,7 @@ def _too_few_pairs(run: LoadedRun, judged: Sequence[str]) -> list[str]:
     return [f"taste {run.taste}: {asked_for} requested, client {first!r} has {few[first]:,}{more}{none}"]
 
 
-def _told_by(run: LoadedRun, judged: Sequence[str]) -> bool:
+def _uses_labels_of(run: LoadedRun, judged: Sequence[str]) -> bool:
     """Whether a taste used for ``judged`` was inferred from training pairs of one of them."""
     if not run.method.tastes:
         return False

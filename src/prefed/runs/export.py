@@ -267,8 +267,8 @@ def _errors(repo: str, endpoint: str, state: str) -> Iterator[None]:
         raise
     except HfHubHTTPError as error:
         status = error.response.status_code
-        told = f" ({printable(error.server_message)})" if error.server_message else ""
-        raise HubError(f"{_reason(repo, status)}{told}; {state}") from error
+        reason = f" ({printable(error.server_message)})" if error.server_message else ""
+        raise HubError(f"{_reason(repo, status)}{reason}; {state}") from error
     except Exception as error:  # the classes of network errors differ between versions of the library
         cause = error.__cause__ or error
         reason = (str(cause).strip().splitlines() or [""])[0]

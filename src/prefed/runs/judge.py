@@ -33,7 +33,7 @@ from prefed.runs.labels import make_judge
 from prefed.runs.loaded_run import LoadedRun, load_run
 from prefed.runs.responses import Models, ModelSide, Progress, References, Side, responder, slug
 from prefed.runs.tastes import needs_pairs
-from prefed.runs.track import tell_judged
+from prefed.runs.track import log_verdicts
 from prefed.train.generation import Sampling
 from prefed.train.metrics.winrate import NothingJudgedError, length_controlled, win_rate
 
@@ -176,7 +176,7 @@ def judge(path: str | Path, how: Comparison, progress: Progress = lambda what, d
     )
     track = run.experiment.track
     if track is not None and (track.clients or not how.names_a_client):
-        tell_judged(track, run.record.path, run.record.summary["rounds"], summary)
+        log_verdicts(track, run.record.path, run.record.summary["rounds"], summary)
     return summary
 
 

@@ -26,7 +26,7 @@ from prefed.methods.base.tastes import Z
 from prefed.runs.build import response_encoder
 from prefed.runs.finished_run import RunError, RunRecord
 from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
-from prefed.runs.tastes import told_taste
+from prefed.runs.tastes import published_taste
 from prefed.train.metrics import majority
 
 
@@ -49,7 +49,7 @@ def selectors_of(run: LoadedRun, taste: str | None = None) -> Selectors:
     """Return the last published selectors of a run.
 
     Args:
-        taste: a name for :func:`prefed.runs.tastes.told_taste`; ``None`` for the published taste, or for
+        taste: a name for :func:`prefed.runs.tastes.published_taste`; ``None`` for the published taste, or for
             selectors without tastes.
 
     Raises:
@@ -59,7 +59,7 @@ def selectors_of(run: LoadedRun, taste: str | None = None) -> Selectors:
     published = run.method.publish(run.server, run.job.members[0])
     models = run.job.shared_models(published)
     if taste is not None:
-        z = told_taste(run, taste)
+        z = published_taste(run, taste)
         models = {name: model.replace({Z: z}) for name, model in models.items()}
     return Selectors(
         run.backbone,

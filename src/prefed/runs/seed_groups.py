@@ -127,12 +127,14 @@ def spent(case: Case, what: str) -> dict[int, float]:
     columns = []
     for run in case.runs:
         if what == "bytes":
-            told = np.cumsum([record["bytes_up"] + record["bytes_down"] for record in run.rounds])
+            values = np.cumsum([record["bytes_up"] + record["bytes_down"] for record in run.rounds])
         elif what == "seconds":
-            told = np.cumsum([record.get(what, math.nan) for record in run.rounds])
+            values = np.cumsum([record.get(what, math.nan) for record in run.rounds])
         else:
-            told = np.array([record.get(what, math.nan) for record in run.rounds], dtype=np.float64)
-        columns.append(dict(zip((int(record["round"]) for record in run.rounds), told.tolist(), strict=True)))
+            values = np.array([record.get(what, math.nan) for record in run.rounds], dtype=np.float64)
+        columns.append(
+            dict(zip((int(record["round"]) for record in run.rounds), values.tolist(), strict=True))
+        )
     rounds = sorted(set.intersection(*map(set, columns)))
     means = {number: statistics.fmean(column[number] for column in columns) for number in rounds}
     return means if all(map(math.isfinite, means.values())) else {}
@@ -249,7 +251,7 @@ def _each(case: Case, name: str) -> dict[tuple[str, int], float]:
 def _means(each: Mapping[tuple[str, int], float], fixed: bool) -> dict[str, float]:
     if not fixed:
         return {f"{client}, seed {seed}": value for (client, seed), value in each.items()}
-    told: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for (client, _), value in each.items():
-        told.setdefault(client, []).append(value)
-    return {client: statistics.fmean(values) for client, values in told.items()}
+        values.setdefault(client, []).append(value)
+    return {client: statistics.fmean(each) for client, each in values.items()}

@@ -49,13 +49,13 @@ _CHANGEABLE = {
 """Settings that do not affect results and may change when a run is resumed."""
 
 
-def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False) -> Experiment:
+def reconcile(experiment: Experiment, writer: RunWriter, *, started: bool = False) -> Experiment:
     """Check an experiment against the run in a directory, and write ``config.toml`` if it is missing.
 
     Before the first round, another experiment replaces the one in the directory.
 
     Args:
-        begun: do not replace the experiment, even before the first round.
+        started: do not replace the experiment, even before the first round.
 
     Returns:
         The experiment with the defaults of :func:`fitted` and the number of threads filled in.
@@ -65,14 +65,14 @@ def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False)
         StoreError: ``config.toml`` was edited after the start of the run.
     """
     config = writer.config()
-    begun = begun or writer.round > 0
+    started = started or writer.round > 0
     changed_since = changed_code(experiment, writer.commit.fingerprint) if writer.commit else ""
-    if begun and changed_since:
+    if started and changed_since:
         raise StoreError(
             f"{writer.path} cannot continue: {changed_since} changed since it started; restore it, or start "
             "a new run with another --out"
         )
-    if not begun:
+    if not started:
         changed = differing(config or {}, fitted(experiment).tables())
         if changed_since or any(n != "engine.threads" and not _changes_nothing(n) for n in changed):
             same_data = {name.partition(".")[0] for name in changed} <= NOT_CACHED
@@ -87,7 +87,7 @@ def reconcile(experiment: Experiment, writer: RunWriter, *, begun: bool = False)
             f"{error}\nrestore config.toml from a backup, or start a new run with another --out"
         ) from error
     experiment = with_threads(fitted(experiment, stored), stored)
-    if begun:
+    if started:
         _check_digest(config, experiment, writer)
     if config is None or stored is None:
         writer.write_config(to_toml(experiment))
@@ -143,12 +143,14 @@ def fitted(experiment: Experiment, stored: Experiment | None = None) -> Experime
     settings = left_out.for_rounds(experiment.rounds)
     if stored is not None and isinstance(stored.method.settings, type(settings)):
         names = (name for name in type(settings).model_fields if getattr(left_out, name) is None)
-        begun = {name: getattr(stored.method.settings, name) for name in names if getattr(settings, name)}
-        settings = settings.model_copy(update=begun)
+        stored_values = {
+            name: getattr(stored.method.settings, name) for name in names if getattr(settings, name)
+        }
+        settings = settings.model_copy(update=stored_values)
     method = experiment.method.model_copy(update={"settings": settings})
     own = experiment.model
-    begun_in = stored.model if stored else own
-    kept = {"dtype": own.dtype or begun_in.dtype, "kernels": own.kernels or begun_in.kernels}
+    recorded = stored.model if stored else own
+    kept = {"dtype": own.dtype or recorded.dtype, "kernels": own.kernels or recorded.kernels}
     model = with_dtype(own.model_copy(update=kept))
     # A run that started on a CPU records no kernels.
     model = model if stored else with_kernels(model)
@@ -192,8 +194,8 @@ def _check_digest(config: Mapping[str, Any] | None, experiment: Experiment, writ
             "options, or start a new run with another --out"
         )
     lines = [
-        f"  {name}: {begun!r} → {edited!r}"
-        for name, (begun, edited) in differing(asked, config).items()
+        f"  {name}: {original!r} → {edited!r}"
+        for name, (original, edited) in differing(asked, config).items()
         if name != "rounds" and not _may_change(name)
     ]
     raise StoreError(

@@ -22,7 +22,7 @@ from prefed.data import FederatedDataset
 from prefed.data.statistics import dataset_statistics
 from prefed.engines import ClientStates, Job
 from prefed.engines.backend import peak_memory_mb
-from prefed.engines.privacy import told
+from prefed.engines.privacy import privacy_record
 from prefed.engines.server_rounds import ASIDE, OFFENCES
 from prefed.merge import lora
 from prefed.methods import METHODS
@@ -54,7 +54,7 @@ def summarize(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord], profil
         "loss": last["loss"],
         **({"time": last["time"]} if "time" in last else {}),
         **_stationarity(rounds),
-        **told(job, writer.round, writer.begun.times()),
+        **privacy_record(job, writer.round, writer.starts.times()),
         **_best(job, writer, rounds),
         **({"personal": public} if public else {}),
         "parameters": {
@@ -92,7 +92,7 @@ def _best(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord]) -> dict[st
     best = writer.commit.best if writer.commit else None
     if job.stop is None or best is None:
         return {}
-    told: dict[str, Any] = {
+    stop: dict[str, Any] = {
         "metric": job.stop.measured(rounds[-1].get("evaluation", {})),
         "over": job.stop.over,
         "split": "validation",
@@ -101,8 +101,8 @@ def _best(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord]) -> dict[st
     }
     if best["round"]:
         figures = {"round": best["round"], "value": best["value"]}
-        told["best"] = {**figures, **_evaluated(job, rounds[best["round"] - 1]["evaluation"])}
-    return {"stop": told}
+        stop["best"] = {**figures, **_evaluated(job, rounds[best["round"] - 1]["evaluation"])}
+    return {"stop": stop}
 
 
 def trainable(job: Job) -> int:
@@ -118,11 +118,11 @@ def _stationarity(rounds: Sequence[RoundRecord]) -> dict[str, float]:
 
     The gap is the mean of the last five ``paper_gap``, as in Distributed DPO.
     """
-    told = [record for record in rounds if "paper_gap" in record][-5:]
-    if not told:
+    diagnosed = [record for record in rounds if "paper_gap" in record][-5:]
+    if not diagnosed:
         return {}
-    gap = sum(record["paper_gap"] for record in told) / len(told)
-    norm = {"gradient_norm": told[-1]["gradient_norm"]} if "gradient_norm" in told[-1] else {}
+    gap = sum(record["paper_gap"] for record in diagnosed) / len(diagnosed)
+    norm = {"gradient_norm": diagnosed[-1]["gradient_norm"]} if "gradient_norm" in diagnosed[-1] else {}
     return {**norm, "paper_gap": gap}
 
 
@@ -152,12 +152,12 @@ def _public(job: Job, profiles: Profiles) -> Profiles:
 
     At full precision, a value such as the gate of FedSDG reveals the private tensor.
     """
-    sizes, tells = job.trainers.clients, job.privacy.may_report
+    sizes, may_report = job.trainers.clients, job.privacy.may_report
     return {
         name: {
             client: {block: round(value, 2) for block, value in blocks.items()}
             for client, blocks in clients.items()
-            if tells(sizes[client].train)
+            if may_report(sizes[client].train)
         }
         for name, clients in profiles.items()
     }

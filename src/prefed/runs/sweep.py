@@ -274,7 +274,7 @@ class Sweep:
     """Runs the cells of tables or of a grid, with at most ``jobs`` runs at a time.
 
     Attributes:
-        tell: called with each line of progress.
+        report: called with each line of progress.
         do: runs or resumes one run.
         failed: the cells of tables and the runs of grids that failed, by name; each with the log file of the
             failed run if there is one.
@@ -282,7 +282,7 @@ class Sweep:
     """
 
     jobs: int
-    tell: Callable[[str], None] = print
+    report: Callable[[str], None] = print
     do: Callable[[SweepRun], Awaitable[None]] = run_in_process
     failed: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -304,7 +304,7 @@ class Sweep:
         runs, finished = (sum(each) for each in zip(*counts, strict=True))
         further = " or more" if any(cell.definition.rates and cell.table.further for cell in cells) else ""
         listed = (pluralize(len(cells), "cell", "cells"), pluralize(runs, "run", "runs") + further)
-        self.tell(f"{', '.join(listed)}, {finished} already finished")
+        self.report(f"{', '.join(listed)}, {finished} already finished")
         slots, count = asyncio.Semaphore(self.jobs), 0
 
         async def one(cell: SweepCell) -> None:
@@ -314,7 +314,7 @@ class Sweep:
             if outcome is not None:
                 done(cell, outcome)
                 count += 1
-                self.tell(f"finished {cell.name}, {count} of {len(cells)} cells")
+                self.report(f"finished {cell.name}, {count} of {len(cells)} cells")
 
         async with asyncio.TaskGroup() as group:
             for cell in cells:
@@ -340,7 +340,7 @@ class Sweep:
             if run.breaks_text:
                 broken.add(lr)
             breaks = ", but its text is broken" if lr in broken else ""
-            self.tell(f"{cell.name} lr {lr:g}: validation {validation[lr]:.3f}{breaks}")
+            self.report(f"{cell.name} lr {lr:g}: validation {validation[lr]:.3f}{breaks}")
 
         async with asyncio.TaskGroup() as group:
             for lr in dict.fromkeys(rates):
@@ -367,7 +367,7 @@ class Sweep:
             pluralize(len(seeds), "seed", "seeds"),
             pluralize(len(runs), "run", "runs"),
         )
-        self.tell(f"{', '.join(counts)}, {sum(run.finished for run in runs)} already finished")
+        self.report(f"{', '.join(counts)}, {sum(run.finished for run in runs)} already finished")
         await self._all(runs)
         if self.failed or not cells[0].validation:
             return []
@@ -379,7 +379,7 @@ class Sweep:
             for group in groups.values()
         ]
         for each in chosen:
-            self.tell(f"selected on validation pairs: {each.cell.definition.name}")
+            self.report(f"selected on validation pairs: {each.cell.definition.name}")
         await self._all([each.cell.run_of(seed, test=True) for each in chosen for seed in seeds])
         return chosen
 
@@ -401,9 +401,9 @@ class Sweep:
                 self.failed[name] += f": {reason.log}"
                 if reason.refusal:
                     self.refused[name] = reason.refusal
-                    self.tell(f"{name} is refused: {reason.refusal}")
+                    self.report(f"{name} is refused: {reason.refusal}")
                     return None
-            self.tell(f"FAILED {name}: {reason}")
+            self.report(f"FAILED {name}: {reason}")
             return None
 
     async def _run(self, run: SweepRun, folder: Path) -> None:
@@ -412,7 +412,7 @@ class Sweep:
             run.check()
             if not run.ready:
                 doing = "evaluating" if run.finished else "running"
-                self.tell(f"{doing} {run.out.relative_to(folder)}, log: {run.beside('log')}")
+                self.report(f"{doing} {run.out.relative_to(folder)}, log: {run.side_file('log')}")
                 await self.do(run)
 
 
@@ -463,11 +463,11 @@ def _check_overrides(cell: SweepCell) -> None:
             raise ConfigError(f"--set {override}: {key} is set by the sweep; {where}")
 
 
-def missing_paths(experiment: Experiment, beside: Path) -> Iterator[str]:
+def missing_paths(experiment: Experiment, folder: Path) -> Iterator[str]:
     """Yield the paths in an experiment that do not exist.
 
     Args:
-        beside: the folder of the experiment file.
+        folder: the folder of the experiment file.
     """
     from prefed.data.sources.huggingface import looks_like_hub_name
 
@@ -478,7 +478,7 @@ def missing_paths(experiment: Experiment, beside: Path) -> Iterator[str]:
         if not looks_like_hub_name(path) and not Path(path).exists():
             yield path
     model = Path(experiment.model.name).expanduser()
-    folders = [Path(), beside]
+    folders = [Path(), folder]
     # NAME and OWNER/NAME are hub names, unless the parent folder exists here.
     local = len(model.parts) != 1 and any((folder / model).parent.is_dir() for folder in folders)
     if not model.exists() and (local or model.is_absolute() or len(model.parts) > 2):

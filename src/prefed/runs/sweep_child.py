@@ -65,7 +65,7 @@ class SweepRun:
     @property
     def finished(self) -> bool:
         """Whether the run has ended and its file ``commit`` is written."""
-        return (self.out / "summary.json").exists() and not self.beside("begun").exists()
+        return (self.out / "summary.json").exists() and not self.side_file("commits").exists()
 
     @property
     def ready(self) -> bool:
@@ -91,7 +91,7 @@ class SweepRun:
 
         return bool(broken_text(self.summary.get("text")))
 
-    def beside(self, ending: str) -> Path:
+    def side_file(self, ending: str) -> Path:
         """Return the path of a file next to the run directory that exists until the run has succeeded."""
         return self.out.with_name(f"{self.out.name}.{ending}")
 
@@ -155,7 +155,7 @@ async def run_in_process(run: SweepRun) -> None:
     Raises:
         CommandError: a command failed.
     """
-    note, experiment = run.beside("begun"), run.beside("toml")
+    note, experiment = run.side_file("commits"), run.side_file("toml")
     run.out.parent.mkdir(parents=True, exist_ok=True)
     if not (run.out / "summary.json").exists():
         # If other code resumes a killed run, both commits are listed. The note is next to the run directory,
@@ -177,7 +177,7 @@ async def run_in_process(run: SweepRun) -> None:
             if figures.get(name)
         }
         files.write(run.out / "judged-test.json", json.dumps(accuracies, indent=1).encode())
-    for path in (experiment, run.beside("log")):
+    for path in (experiment, run.side_file("log")):
         path.unlink(missing_ok=True)
 
 
@@ -189,7 +189,7 @@ def _environment(run: SweepRun) -> dict[str, str]:
 
 async def _command(run: SweepRun, *words: str) -> bytes:
     """Run a ``prefed`` command and return its output; errors go to the log next to the run directory."""
-    log = run.beside("log")
+    log = run.side_file("log")
     with log.open("wb") as errors:
         child = await asyncio.create_subprocess_exec(
             # -P: files in the working directory cannot shadow libraries.

@@ -143,7 +143,7 @@ def known_tastes(run: LoadedRun) -> KnownTastes:
     )
 
 
-def told_taste(run: LoadedRun, name: str) -> torch.Tensor:
+def published_taste(run: LoadedRun, name: str) -> torch.Tensor:
     """Return the taste of this name, ``[d_z]``, from what the server knows; reads no pair.
 
     Raises:
@@ -157,7 +157,7 @@ def told_taste(run: LoadedRun, name: str) -> torch.Tensor:
 def server_taste(
     run: LoadedRun, kind: Kind, which: str, known: KnownTastes | None = None, *, pairs: bool = False
 ) -> torch.Tensor:
-    """As :func:`told_taste`, for a name that is parsed already.
+    """As :func:`published_taste`, for a name that is parsed already.
 
     Args:
         known: defaults to :func:`known_tastes`.
@@ -222,7 +222,7 @@ def any_taste(
 
     Raises:
         ValueError: ``infer:N`` without a client, or another taste with a client.
-        RunError, DataError: as :func:`told_taste` and :func:`taste_of_file`.
+        RunError, DataError: as :func:`published_taste` and :func:`taste_of_file`.
     """
     kind, which = read_taste(run, name)
     if (kind == "pairs") != (client is not None):
@@ -325,8 +325,8 @@ def at_taste(
         # A hub has the posterior that the client sent last, but not its pairs.
         z = server_taste(run, kind, which) if run.record.sites else run.model(which)[Z]
     elif kind == "file":
-        posterior, told = taste_of_file(run, which)
-        check_apart(run, told, judged, split)
+        posterior, used = taste_of_file(run, which)
+        check_apart(run, used, judged, split)
         z = posterior.mean
     else:
         z = server_taste(run, kind, which)
@@ -342,12 +342,12 @@ def _judging(run: LoadedRun, taste: str, method: Method) -> LoadedRun:
 
 
 def check_apart(
-    run: LoadedRun, told: Pairs, judged: str | None, split: Literal["train", "validation", "test"]
+    run: LoadedRun, used: Pairs, judged: str | None, split: Literal["train", "validation", "test"]
 ) -> None:
     """Check that no evaluated pair was used to infer the taste, which would leak its label.
 
     Args:
-        told: hashes of the pairs that the taste was inferred from, as in :attr:`prefed.data.TokenSet.pairs`.
+        used: hashes of the pairs that the taste was inferred from, as in :attr:`prefed.data.TokenSet.pairs`.
         judged: the file of the evaluated pairs; ``None`` for the held-out pairs of the clients.
         split: ``"train"`` includes their training pairs.
 
@@ -358,14 +358,14 @@ def check_apart(
         clients = run.trainers.dataset.clients.values()
         train = [own.train for own in clients if split == "train"]
         rows = np.concatenate([*train, *(rows for own in clients for rows in (own.validation, own.test))])
-        count = int(np.isin(told, run.trainers.dataset.tokens.pairs[rows]).sum())
+        count = int(np.isin(used, run.trainers.dataset.tokens.pairs[rows]).sum())
     else:
         with tempfile.TemporaryDirectory(prefix="prefed-judged-") as folder:
             pairs = read_pairs(run, judged, Path(folder), everyone=True).tokens.pairs
-            count = int(np.isin(told, pairs).sum())
+            count = int(np.isin(used, pairs).sum())
     if count:
         raise RunError(
-            f"{count:,} of the {len(told):,} pairs that the taste is inferred from are also evaluated, which "
+            f"{count:,} of the {len(used):,} pairs that the taste is inferred from are also evaluated, which "
             "leaks their labels; remove them from one of the two sets"
         )
 
@@ -401,7 +401,7 @@ class TasteFigures:
         accuracies: ``[n, n]``, preference accuracy on the pairs of client i (row) with the μ̄ of client j
             (column).
         population: ``[n]``, accuracy on the pairs of each client with the taste of the population.
-        told: client → accuracy on its pairs with the μ̄ that it sent last, which may come from an earlier
+        sent: client → accuracy on its pairs with the μ̄ that it sent last, which may come from an earlier
             round's model. Alignments and ``--taste ID`` of policies use this μ̄.
         labels: client → its prototype; empty without prototypes.
         prototypes: ``[M, d]``, or ``[0, d]``.
@@ -417,7 +417,7 @@ class TasteFigures:
     log_variances: Array
     accuracies: Array
     population: Array
-    told: dict[str, float]
+    sent: dict[str, float]
     labels: dict[str, int]
     prototypes: Array
     trust: dict[str, dict[str, float]]
@@ -438,7 +438,7 @@ class TasteFigures:
             "own": over.own,
             "another": over.another,
             "population": float(self.population.mean()),
-            "told": float(np.mean([*self.told.values()])) if self.told else None,
+            "sent": float(np.mean([*self.sent.values()])) if self.sent else None,
             "collapsed": over.another is not None
             and over.own - over.another < GAINS_FROM
             and over.own < SHARED_FROM,
@@ -480,11 +480,13 @@ def measure_tastes(
     Returns:
         ``None`` if no client has enough pairs.
     """
-    method, tells, sizes = job.method, job.privacy.may_report, job.trainers.clients
+    method, may_report, sizes = job.method, job.privacy.may_report, job.trainers.clients
     clients = [
         client
         for client in job.evaluation_clients
-        if client in job.weights and tells(sizes[client].train) and tells(getattr(sizes[client], split))
+        if client in job.weights
+        and may_report(sizes[client].train)
+        and may_report(getattr(sizes[client], split))
     ]
     if not clients:
         return None
@@ -514,7 +516,7 @@ def measure_tastes(
         log_variances=np.stack([posterior.log_variance.double().numpy() for posterior in inferred]),
         accuracies=np.array([[accuracy(client, p.mean) for p in inferred] for client in clients]),
         population=np.array([accuracy(client, z) for client, z in zip(clients, population, strict=True)]),
-        told={client: accuracy(client, known[client].mean) for client in clients if client in known},
+        sent={client: accuracy(client, known[client].mean) for client in clients if client in known},
         labels={client: labels[client] for client in clients if client in labels},
         prototypes=prototypes,
         trust=_trust(job, server, private, clients),

@@ -48,8 +48,8 @@ def estimate(path: str | Path) -> Estimate:
             its model or its pairs are missing.
     """
     record = read_run(path)
-    told = [each for each in record.rounds if "gradient_norm" in each]
-    if not told:
+    diagnosed = [each for each in record.rounds if "gradient_norm" in each]
+    if not diagnosed:
         raise RunError(
             f"{path} has no diagnostics of a shared model: run a method that shares one, with [evaluate] "
             "diagnose = 5"
@@ -65,8 +65,8 @@ def estimate(path: str | Path) -> Estimate:
         "beta": float(goal.settings["beta"]),
         "horizon": _longest(run),
         "smoothness": smoothness(run),
-        "zeta_g2": max(0.0, *(each["zeta2"] for each in told)),
-        "kappa2": max(0.0, *(each["kappa2"] for each in told)),
+        "zeta_g2": max(0.0, *(each["zeta2"] for each in diagnosed)),
+        "kappa2": max(0.0, *(each["kappa2"] for each in diagnosed)),
         "clients": len(job.members),
         "cohort": job.cohort_size,
         "local_steps": steps,
@@ -81,7 +81,7 @@ def estimate(path: str | Path) -> Estimate:
         "last_squared_gradient": squares[-1],
         "paper_gap": record.summary["paper_gap"],
     }
-    return Estimate(constants, measured, tuple(_notes(run, len(told))))
+    return Estimate(constants, measured, tuple(_notes(run, len(diagnosed))))
 
 
 def squared_gradients(run: RunRecord) -> list[float]:

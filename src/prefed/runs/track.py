@@ -22,26 +22,26 @@ from prefed.trackers.tools import Tracker, TrackerError, trackers
 from prefed.trackers.tracking import AlignmentTracking, Tracking
 
 
-def told_settings(config: Mapping[str, Any], *, clients: bool = True) -> dict[str, Any]:
+def logged_settings(config: Mapping[str, Any], *, clients: bool = True) -> dict[str, Any]:
     """Return the tables of an experiment that may leave this machine, with paths cut to their last part.
 
     Args:
         clients: include named data sources, which may have the names of clients.
 
-    >>> told_settings({"data": {"train": {"ann": {"path": "/home/eve/ann.jsonl"}}}, "seed": 1})
+    >>> logged_settings({"data": {"train": {"ann": {"path": "/home/ann.jsonl"}}}, "seed": 1})
     {'data': {'train': {'ann': {'path': 'ann.jsonl'}}}, 'seed': 1}
-    >>> told_settings({"data": {"train": {"ann": {"path": "/home/eve/ann.jsonl"}}}, "seed": 1}, clients=False)
+    >>> logged_settings({"data": {"train": {"ann": {"path": "/home/ann.jsonl"}}}, "seed": 1}, clients=False)
     {'data': {}, 'seed': 1}
     """
-    told = {name: _last_part(value) for name, value in config.items()}
+    logged = {name: _last_part(value) for name, value in config.items()}
     if not clients:
-        partition = {name: v for name, v in told["data"].get("partition", {}).items() if name != "groups"}
-        told["data"] = {
+        partition = {name: v for name, v in logged["data"].get("partition", {}).items() if name != "groups"}
+        logged["data"] = {
             name: value
-            for name, value in told["data"].items()
+            for name, value in logged["data"].items()
             if name not in ("train", "validation", "test") or isinstance(value.get("path"), str)
         } | ({"partition": partition} if partition else {})
-    return told
+    return logged
 
 
 def _last_part(value: Any) -> Any:
@@ -91,7 +91,7 @@ def tracked_alignment(config: Mapping[str, Any], folder: Path, callback: Callbac
         folder,
         track.project,
         f"{track.name or folder.resolve().parent.name}-align",
-        lambda: told_settings({"align": json.loads((folder / "settings.json").read_text("utf-8"))}),
+        lambda: logged_settings({"align": json.loads((folder / "settings.json").read_text("utf-8"))}),
         partial(_epochs, folder / "summary.json"),
         callback.on_warning,
     )
@@ -100,7 +100,7 @@ def tracked_alignment(config: Mapping[str, Any], folder: Path, callback: Callbac
         tracking.end(json.loads((folder / "summary.json").read_text("utf-8")))
 
 
-def tell_judged(config: TrackConfig, path: Path, rounds: int, summary: Mapping[str, Any]) -> None:
+def log_verdicts(config: TrackConfig, path: Path, rounds: int, summary: Mapping[str, Any]) -> None:
     """Log the win rate of a comparison to the trackers of a run; failures are logged as warnings.
 
     Args:
@@ -120,7 +120,7 @@ def _tracking(
         path,
         config.project,
         config.name or path.resolve().name,
-        lambda: told_settings(read_config(path / "config.toml"), clients=config.clients),
+        lambda: logged_settings(read_config(path / "config.toml"), clients=config.clients),
         lambda: RunReader(path).rounds(),
         warn,
         config.clients,

@@ -202,8 +202,8 @@ def _files_in(folder: Path) -> Iterator[tuple[str, int, Path]]:
             yield match[1], int(match[2]), Path(entry.path)
 
 
-class BegunRounds:
-    """Counts how often each round was started, in ``checkpoint/begun.json``.
+class RoundStarts:
+    """Counts how often each round was started, in ``checkpoint/starts.json``.
 
     An interrupted round is repeated. If its noise is not drawn from the seed, clients release the same values
     with new noise, which the privacy accountant must count. The file is written before clients are asked.
@@ -216,7 +216,7 @@ class BegunRounds:
         """Count a start of a round. On return it is on disk."""
         times = self.times()
         times[number] = times.get(number, 0) + 1
-        content = {"begun": {str(key): value for key, value in sorted(times.items())}}
+        content = {"starts": {str(key): value for key, value in sorted(times.items())}}
         files.write(self._path, json.dumps(content).encode(), mode=0o600)
 
     def times(self) -> dict[int, int]:
@@ -225,11 +225,16 @@ class BegunRounds:
         Raises:
             StoreError: the file is damaged.
         """
+        if (older := self._path.with_name("begun.json")).exists():
+            raise StoreError(
+                f"{older} is of prefed 0.1.0, whose counts this version does not read: finish the run with "
+                "that version, or start a new one with another --out"
+            )
         if not self._path.exists():
             return {}
         try:
-            begun = json.loads(self._path.read_bytes())["begun"]
-            return {int(key): int(value) for key, value in begun.items()}
+            starts = json.loads(self._path.read_bytes())["starts"]
+            return {int(key): int(value) for key, value in starts.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
                 f"{self._path} is damaged: {error}; without it the privacy loss is unknown: restore it from "

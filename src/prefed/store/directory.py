@@ -27,7 +27,7 @@ _START = (
     "data",
     "answers.jsonl",
     "federation.json",
-    "checkpoint/begun.json",
+    "checkpoint/starts.json",
     "checkpoint/COMMIT.json",
     "checkpoint/COMMIT@000000.json",
     "checkpoint/server@000000.safetensors",
@@ -171,8 +171,8 @@ def _near(path: Path) -> str:
     folder = path.parent
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     runs = [entry.name for entry in entries if entry != path and (entry / "checkpoint").is_dir()]
-    beside = f" (runs next to it: {', '.join(runs[:5])})" if runs else ""
-    return did_you_mean(path.name, runs, most=3, show=lambda name: str(folder / name)) or beside
+    others = f" (runs next to it: {', '.join(runs[:5])})" if runs else ""
+    return did_you_mean(path.name, runs, most=3, show=lambda name: str(folder / name)) or others
 
 
 def _contents(run: Path) -> set[str]:

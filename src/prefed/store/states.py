@@ -38,7 +38,7 @@ def holder_of(state: State) -> str | None:
 class ClientStateFiles:
     """The private states that a run directory holds, for the one process that writes them.
 
-    A client's next state is staged in a file beside its committed one. Once it is accepted it is what
+    A client's next state is staged in a file next to its committed one. Once it is accepted it is what
     :meth:`read` gives. It is committed with the round, by the :class:`~prefed.store.RunWriter` of the
     directory.
 

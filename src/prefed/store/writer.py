@@ -14,9 +14,9 @@ from prefed.core import files
 from prefed.core.records import RoundRecord, Summary
 from prefed.store import directory
 from prefed.store.commit import (
-    BegunRounds,
     Commit,
     Digests,
+    RoundStarts,
     StoreError,
     damaged,
     keep_versions,
@@ -37,7 +37,7 @@ class RunWriter:
     Attributes:
         states: the clients' private states. The accepted ones are committed with the round.
         nodes: the states of nodes, in a run without a server. The next ones are committed with the round.
-        begun: how often each round was begun, where that is counted.
+        starts: how often each round was started, where that is counted.
         commit: the last commit; ``None`` before the first one.
         last: the record of the last committed round. Earlier records are not kept in memory.
         kept: round → commit that :meth:`go_back` can return to, or that of the best round.
@@ -59,7 +59,7 @@ class RunWriter:
         self._folder = self.path / "checkpoint"
         self.states = ClientStateFiles(self._folder / "clients")
         self.nodes = NodeStates(self._folder / "nodes")
-        self.begun = BegunRounds(self._folder / "begun.json")
+        self.starts = RoundStarts(self._folder / "starts.json")
         self._log = files.Hasher()
         self._settings: str | None = None
         self._committing = self._began = False
@@ -69,7 +69,7 @@ class RunWriter:
         self._new = directory.make(self.path)
         self._lock: int | None = directory.lock(self.path)
         try:
-            # Another process may have begun a run after the first check and before the lock.
+            # Another process may have started a run after the first check and before the lock.
             directory.refuse_foreign(self.path, resume)
             self.commit: Commit | None = read_commit(self._folder)
             self._recover()

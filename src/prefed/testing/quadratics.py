@@ -129,8 +129,8 @@ class Quadratic:
 class QuadraticTrainer:
     """A :class:`~prefed.core.ClientTrainer` on a :class:`Quadratic`; ``phases`` lists the phases that it ran.
 
-    The memory of an objective and the tensors in :attr:`Phase.beside` grow by 1 with every step. Posteriors
-    are the first two elements of each target and of the model.
+    The memory of an objective and the tensors in :attr:`Phase.auxiliary` grow by 1 with every step.
+    Posteriors are the first two elements of each target and of the model.
     """
 
     client: str
@@ -177,7 +177,7 @@ class QuadraticTrainer:
             pairs,
             memory=memory,
             moments=moments,
-            beside=None if phase.beside is None else phase.beside + len(losses),
+            auxiliary=None if phase.auxiliary is None else phase.auxiliary + len(losses),
         )
 
     def gradient(

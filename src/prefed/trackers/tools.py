@@ -47,7 +47,7 @@ class TrackedRun:
 
 
 @dataclass(frozen=True)
-class Told:
+class Results:
     """The results of a finished run for a tool.
 
     Attributes:
@@ -97,7 +97,7 @@ class Tracker(ABC):
         """Log the metrics of a round."""
 
     @abstractmethod
-    def finish(self, told: Told) -> None:
+    def finish(self, results: Results) -> None:
         """Log the results of the run."""
 
     @abstractmethod
@@ -156,16 +156,18 @@ class MLflow(Tracker):
         for start in range(0, len(metrics), BATCH):
             self._client.log_batch(self.known, metrics=metrics[start : start + BATCH])
 
-    def finish(self, told: Told) -> None:
+    def finish(self, results: Results) -> None:
         """Log the summary, ``clients.csv`` and ``report.html``."""
-        self.log(told.rounds, told.figures)
-        if told.rows:
+        self.log(results.rounds, results.figures)
+        if results.rows:
             table = io.StringIO()
-            rows = ([safe_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in told.rows)
-            csv.writer(table).writerows([told.columns, *rows])
+            rows = (
+                [safe_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in results.rows
+            )
+            csv.writer(table).writerows([results.columns, *rows])
             self._client.log_text(self.known, table.getvalue(), "clients.csv")
-        if told.page is not None:
-            self._client.log_text(self.known, told.page, PAGE)
+        if results.page is not None:
+            self._client.log_text(self.known, results.page, PAGE)
 
     def close(self, *, succeeded: bool) -> None:
         """Mark the run as finished or failed."""
@@ -197,11 +199,11 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, number)
         self._writer.flush()
 
-    def finish(self, told: Told) -> None:
+    def finish(self, results: Results) -> None:
         """Log each metric of the summary, and the clients as a table in a text."""
-        self.log(told.rounds, told.figures)
-        if told.rows:
-            self._writer.add_text("clients", markdown(told.columns, told.rows), told.rounds)
+        self.log(results.rounds, results.figures)
+        if results.rows:
+            self._writer.add_text("clients", markdown(results.columns, results.rows), results.rounds)
 
     def close(self, *, succeeded: bool) -> None:
         """Flush and close the event file."""
@@ -246,16 +248,18 @@ class Trackio(Tracker):
         """The round is the step."""
         self._run.log(dict(figures), step=number)
 
-    def finish(self, told: Told) -> None:
+    def finish(self, results: Results) -> None:
         """The summary, a table and an artifact."""
         import trackio
 
-        self._run.log(dict(told.figures), step=told.rounds)
-        if told.rows:
-            rows = [list(row) for row in told.rows]
-            self._run.log({"clients": trackio.Table(columns=list(told.columns), data=rows)}, step=told.rounds)
-        if told.page is not None:
-            with page_file(told.page) as path, redirect_stdout(io.StringIO()):
+        self._run.log(dict(results.figures), step=results.rounds)
+        if results.rows:
+            rows = [list(row) for row in results.rows]
+            self._run.log(
+                {"clients": trackio.Table(columns=list(results.columns), data=rows)}, step=results.rounds
+            )
+        if results.page is not None:
+            with page_file(results.page) as path, redirect_stdout(io.StringIO()):
                 self._run.log_artifact(path, name=f"report-{self.known}", type="report")
 
     def close(self, *, succeeded: bool) -> None:
@@ -307,16 +311,16 @@ class WandB(Tracker):
         """The round is the step."""
         self._run.log(dict(figures), step=number)
 
-    def finish(self, told: Told) -> None:
+    def finish(self, results: Results) -> None:
         """The summary, a table and an artifact."""
         import wandb
 
-        self._run.summary.update(dict(told.figures))
-        if told.rows:
-            table = wandb.Table(columns=list(told.columns), data=[list(row) for row in told.rows])
+        self._run.summary.update(dict(results.figures))
+        if results.rows:
+            table = wandb.Table(columns=list(results.columns), data=[list(row) for row in results.rows])
             self._run.log({"clients": table})
-        if told.page is not None:
-            with page_file(told.page) as path:
+        if results.page is not None:
+            with page_file(results.page) as path:
                 artifact = wandb.Artifact(f"report-{self.known}", type="report")
                 artifact.add_file(str(path))
                 self._run.log_artifact(artifact)

@@ -20,7 +20,7 @@ from prefed.trackers.logged_metrics import (
     round_figures,
     summary_figures,
 )
-from prefed.trackers.tools import Told, TrackedRun, Tracker
+from prefed.trackers.tools import Results, TrackedRun, Tracker
 
 STATE = "track.json"
 """File in the run directory that records what was logged to each tool."""
@@ -32,7 +32,7 @@ class _Listener:
 
     Attributes:
         known: see :class:`~prefed.trackers.tools.TrackedRun`.
-        told: the last round that was logged.
+        logged: the last round that was logged.
         finished: number of rounds of the run when its results were logged; 0 before that.
         tracker: the run in the tool, once it is started or resumed.
         failed: whether the tool failed in this process.
@@ -40,7 +40,7 @@ class _Listener:
 
     kind: type[Tracker]
     known: str | None = None
-    told: int = 0
+    logged: int = 0
     finished: int = 0
     tracker: Tracker | None = None
     failed: bool = False
@@ -48,7 +48,7 @@ class _Listener:
     @property
     def state(self) -> dict[str, Any]:
         """The entry in :data:`STATE`."""
-        return {"known": self.known, "told": self.told, "finished": self.finished}
+        return {"known": self.known, "logged": self.logged, "finished": self.finished}
 
 
 @dataclass
@@ -96,13 +96,13 @@ class Tracking(Callback):
     def on_run_begin(self, done: int, rounds: int) -> None:
         """If the run returned to an earlier round, log the later rounds again."""
         for listener in self._listeners.values():
-            listener.told = min(listener.told, done)
+            listener.logged = min(listener.logged, done)
 
     def on_round_end(self, record: RoundRecord) -> None:
         """Log the metrics of a round."""
         for name, listener in self._listeners.items():
             if not listener.failed:
-                self._try(name, partial(self._tell, listener, int(record["round"]), record))
+                self._try(name, partial(self._log_missing, listener, int(record["round"]), record))
 
     def finish(self, summary: Summary, page: Callable[[], str] | None) -> None:
         """Log the results of the run to tools that do not have them.
@@ -111,28 +111,28 @@ class Tracking(Callback):
             page: builds the page; ``None``: no page.
         """
 
-        def told() -> Told:
+        def results() -> Results:
             columns, rows = client_table(summary) if self.clients else ([], [])
             html = page() if page is not None and self.clients else None
-            return Told(rounds, summary_figures(summary), columns, rows, html)
+            return Results(rounds, summary_figures(summary), columns, rows, html)
 
         rounds = int(summary["rounds"])
-        self.finish_once(rounds, told)
+        self.finish_once(rounds, results)
 
-    def finish_once(self, rounds: int, told: Callable[[], Told]) -> None:
+    def finish_once(self, rounds: int, results: Callable[[], Results]) -> None:
         """Log the results after ``rounds`` rounds to tools that do not have them."""
         for name, listener in self._listeners.items():
             if listener.finished < rounds:
-                self._try(name, partial(self._finish, listener, rounds, told))
+                self._try(name, partial(self._finish, listener, rounds, results))
 
     def add(self, rounds: int, figures: Mapping[str, float]) -> None:
         """Log additional metrics of a finished run."""
 
-        def tell(listener: _Listener) -> None:
-            self._tell(listener, rounds).finish(Told(rounds, figures, (), (), None))
+        def log(listener: _Listener) -> None:
+            self._log_missing(listener, rounds).finish(Results(rounds, figures, (), (), None))
 
         for name, listener in self._listeners.items():
-            self._try(name, partial(tell, listener))
+            self._try(name, partial(log, listener))
 
     def close(self, *, succeeded: bool) -> None:
         """Close the run in all tools."""
@@ -141,7 +141,7 @@ class Tracking(Callback):
                 self._try(name, partial(listener.tracker.close, succeeded=succeeded))
                 listener.tracker = None
 
-    def _tell(self, listener: _Listener, last: int, record: RoundRecord | None = None) -> Tracker:
+    def _log_missing(self, listener: _Listener, last: int, record: RoundRecord | None = None) -> Tracker:
         """Log all missing rounds up to ``last``, whose record may be given."""
         tracker = listener.tracker
         if tracker is None:
@@ -152,23 +152,23 @@ class Tracking(Callback):
                     name=self.name,
                     config=self.config(),
                     known=listener.known,
-                    first=listener.told + 1,
+                    first=listener.logged + 1,
                 )
             )
             listener.known = tracker.known
             self._keep()
-        if record is not None and listener.told == last - 1:
-            untold: Sequence[RoundRecord] = [record]
+        if record is not None and listener.logged == last - 1:
+            missing: Sequence[RoundRecord] = [record]
         else:
-            untold = self.rounds()[listener.told : last] if listener.told < last else []
-        for each in untold:
+            missing = self.rounds()[listener.logged : last] if listener.logged < last else []
+        for each in missing:
             tracker.log(int(each["round"]), self.figures(each))
-            listener.told = int(each["round"])
+            listener.logged = int(each["round"])
             self._keep()
         return tracker
 
-    def _finish(self, listener: _Listener, rounds: int, told: Callable[[], Told]) -> None:
-        self._tell(listener, rounds).finish(told())
+    def _finish(self, listener: _Listener, rounds: int, results: Callable[[], Results]) -> None:
+        self._log_missing(listener, rounds).finish(results())
         listener.finished = rounds
         self._keep()
 
@@ -182,8 +182,8 @@ class Tracking(Callback):
             listener.failed = True
 
     def _keep(self) -> None:
-        told = {name: each.state for name, each in self._listeners.items() if each.known is not None}
-        text = json.dumps({**self._others, **told}, indent=1)
+        states = {name: each.state for name, each in self._listeners.items() if each.known is not None}
+        text = json.dumps({**self._others, **states}, indent=1)
         files.write(self.folder / STATE, text.encode() + b"\n", durable=False)
 
 
@@ -211,8 +211,8 @@ class AlignmentTracking(Tracking):
         """If training starts again, start a new run in the tools."""
         epoch, _ = _place(stage, done, of)
         for listener in self._listeners.values():
-            if epoch is not None and epoch < listener.told:
-                listener.known, listener.told, listener.finished = None, 0, 0
+            if epoch is not None and epoch < listener.logged:
+                listener.known, listener.logged, listener.finished = None, 0, 0
 
     def on_stage_step(self, stage: str, done: int, of: int, figures: Mapping[str, float]) -> None:
         """Log the metrics of an epoch."""
@@ -223,7 +223,7 @@ class AlignmentTracking(Tracking):
     def end(self, summary: Mapping[str, Any]) -> None:
         """Log the results of the alignment to tools that do not have them."""
         epochs = len(summary["train"]["epochs"])
-        self.finish_once(epochs, lambda: Told(epochs, alignment_figures(summary), (), (), None))
+        self.finish_once(epochs, lambda: Results(epochs, alignment_figures(summary), (), (), None))
 
 
 def _place(stage: str, done: int, of: int) -> tuple[int | None, dict[str, int]]:

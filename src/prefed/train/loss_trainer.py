@@ -116,7 +116,7 @@ class LossTrainer:
         """
         phase, model = start.phase, self._model
         loss, config = self._find(phase.objective, start.visit.rows), model.backbone.config
-        other = loss.unpaired or loss.needs_reward or phase.beside is not None
+        other = loss.unpaired or loss.needs_reward or phase.auxiliary is not None
         if other or (config.checkpointing and config.lora.dropout):
             return None
         longest = 0

@@ -161,7 +161,7 @@ It contains ``peers/mean`` and ``peers/log_variance``, each ``[N, d_z]``, and ``
 a client has a posterior, else 0.
 """
 TRUST = "trust/logits"
-"""Tensor in :attr:`Phase.beside`: ``[N]`` log π, one number per client."""
+"""Tensor in :attr:`Phase.auxiliary`: ``[N]`` log π, one number per client."""
 
 
 class LatentPrior:
@@ -178,11 +178,11 @@ class LatentPrior:
         self, settings: Mapping[str, float], device: torch.device, phase: Phase | None = None
     ) -> None:
         self._settings, self._device = settings, device
-        self._before = None if phase is None else phase.beside
+        self._before = None if phase is None else phase.auxiliary
         self._optimizer: torch.optim.Optimizer | None = None
         peers = None if phase is None else phase.constants.get(PEERS)
         kind = PRIORS[int(settings["prior"])]
-        if kind == "standard" or phase is None or phase.beside is None or peers is None:
+        if kind == "standard" or phase is None or phase.auxiliary is None or peers is None:
             return
         self._clip = phase.optimizer.clip
         present = peers["peers/present"] > 0
@@ -194,7 +194,7 @@ class LatentPrior:
         self._peers = Gaussian(
             *(peers[f"peers/{name}"].float().to(device) for name in ("mean", "log_variance"))
         )
-        self._logits = torch.nn.Parameter(phase.beside[TRUST].float().to(device, copy=True))
+        self._logits = torch.nn.Parameter(phase.auxiliary[TRUST].float().to(device, copy=True))
         rate = phase.rates.get(TRUST, phase.optimizer.lr)
         self._optimizer = make_optimizer(phase.optimizer, [{"params": [self._logits], "lr": rate}])
 
@@ -238,7 +238,7 @@ class LatentPrior:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def beside(self) -> Tensors | None:
+    def auxiliary(self) -> Tensors | None:
         """Return the current weights."""
         if self._optimizer is None or self._before is None:
             return self._before
@@ -285,7 +285,7 @@ class LatentTrainer:
                 metrics = self._backward(rows, batch, settings, prior, key.at("step", steps.count))
                 scale = backbone.loss_scale
                 prior.step(scale if steps.take(batch, metrics) else 0.0)
-        return replace(steps.result({}), beside=prior.beside())
+        return replace(steps.result({}), auxiliary=prior.auxiliary())
 
     def gradient(
         self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key

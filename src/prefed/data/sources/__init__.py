@@ -111,7 +111,7 @@ def read_records(
             except RowError as error:
                 raise DataError(f"{location}: {error}") from error
         elif setting is None and form in (FORMATS["pairs"], FORMATS["thumbs"]):
-            # Pairs and thumbs in one file are told apart, and then refused.
+            # Pairs and thumbs in one file are distinguished, and then refused.
             pair, thumb = {"chosen", "rejected"} <= row.keys(), {"completion", "label"} <= row.keys()
             if pair != thumb:
                 form = FORMATS["pairs" if pair else "thumbs"]

@@ -94,7 +94,7 @@ def line_of(entry: dict[str, Any]) -> str:
     metrics = {**entry.get("scalars", {}), **entry.get("figures", {})}
     details += [f"{name} {value:.4g}" for name, value in metrics.items()]
     labels = {"refused": "refused", "withheld": "withheld", "failed": "failed"}
-    labels |= {"told": "reported", "noted": "note"}
+    labels |= {"reported": "reported", "noted": "note"}
     details += [f"{label}: {entry[key]}" for key, label in labels.items() if key in entry]
     if "bytes" in entry:
         words.append(size(entry["bytes"]))
@@ -103,7 +103,7 @@ def line_of(entry: dict[str, Any]) -> str:
 
 def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     """Lines that describe the site's limits, its runs and the last entries of its log."""
-    limits, tell = config.limits, config.tell
+    limits, disclose = config.limits, config.disclose
     yield f"site {config.name} of {config.federation}, state in {config.state}"
     methods, exchanges = (", ".join(names or ["all"]) for names in (limits.methods, limits.exchanges))
     yield f"  methods: {methods}; exchanges: {exchanges}"
@@ -116,10 +116,10 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     asked += [f"epsilon at most {limits.epsilon:g} at delta {limits.delta:g}"] if limits.epsilon else []
     yield f"  noise: {', '.join(asked) or 'optional'}"
     yield from _spent(config)
-    if tell.pairs:
-        yield f"  reported to the hub: {'names' if tell.names else 'pseudonyms'} and pair counts"
+    if disclose.pairs:
+        yield f"  reported to the hub: {'names' if disclose.names else 'pseudonyms'} and pair counts"
     else:
-        yield "  [tell] pairs = false: this site joins no run"
+        yield "  [disclose] pairs = false: this site joins no run"
     yield from (f"  the hub knows {own} as {reported}" for own, reported in sorted(_pseudonyms(config)))
     entries = list(SentLog(Path(config.state) / "log").entries())
     idle = 0

@@ -48,8 +48,8 @@ class SiteModel(StrictModel):
     reward_model: str | None = Field(None, description="folder of the reward model, for offline PPO")
 
 
-class Tell(StrictModel):
-    """``[tell]``: what the hub and the other sites learn about this site's clients."""
+class Disclose(StrictModel):
+    """``[disclose]``: what the hub and the other sites learn about this site's clients."""
 
     names: bool = Field(True, description="report clients' names; false: report pseudonyms")
     pairs: bool = Field(
@@ -142,7 +142,7 @@ class SiteConfig(StrictModel):
         description=f"the site's pairs; keys of an experiment's [data]: {', '.join(OWN_DATA)}"
     )
     model: SiteModel = Field(description="the site's copy of the models")
-    tell: Tell = Field(Tell(), description="what the hub learns about clients")
+    disclose: Disclose = Field(Disclose(), description="what the hub learns about clients")
     limits: Limits = Field(Limits(), description="what the hub may request")
     threads: int | None = Field(
         None, ge=1, description="threads of the training process; default: as in the experiment"

@@ -178,8 +178,8 @@ def own_dataset(experiment: Experiment, folder: Path) -> FederatedDataset:
 
 
 def reported_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes) -> dict[str, str]:
-    """Client → the name reported to the hub, which is a pseudonym under ``[tell] names = false``."""
-    if config.tell.names:
+    """Client → the name reported to the hub, which is a pseudonym under ``[disclose] names = false``."""
+    if config.disclose.names:
         return {name: name for name in dataset.clients}
     return {
         name: f"{config.name}-{hashlib.blake2b(name.encode(), key=secret, digest_size=6).hexdigest()}"

@@ -72,7 +72,7 @@ def federate(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     page: Callable[[Path], str] | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Summary:
     """Run an experiment over the sites of a federation.
 
@@ -81,7 +81,7 @@ def federate(
 
     Args:
         page: see :func:`prefed.run`.
-        tell: called with lines to print, e.g. how many clients and pairs each site reports.
+        report: called with lines to print, e.g. how many clients and pairs each site reports.
 
     Returns:
         The contents of ``summary.json``.
@@ -97,8 +97,8 @@ def federate(
         known = _known(writer)
         if known is None:
             writer.forget()
-        experiment = reconcile(experiment, writer, begun=known is not None)
-        return _run(experiment, writer, known, transport, terms, callback, tell)
+        experiment = reconcile(experiment, writer, started=known is not None)
+        return _run(experiment, writer, known, transport, terms, callback, report)
 
 
 def _check(experiment: Experiment) -> None:
@@ -112,7 +112,7 @@ def _check(experiment: Experiment) -> None:
     if experiment.stop is not None:
         raise ConfigError("[stop] needs earlier rounds, and a federation stores only the last one: remove it")
     if experiment.report is not None and experiment.report.clients is not None:
-        raise ConfigError("[report] clients needs personal models, which stay at the sites: remove it")
+        raise ConfigError("[disclose] clients needs personal models, which stay at the sites: remove it")
     if experiment.method.name == "centralized":
         raise ConfigError("centralized pools all pairs in one place: choose another method")
 
@@ -124,7 +124,7 @@ def _run(
     transport: Transport,
     terms: Terms,
     callback: Callback,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Summary:
     run = known["run"] if known else secrets.token_hex(8)
     code = {name: own.record() for name, own in experiment.code().items()}
@@ -138,7 +138,7 @@ def _run(
         )
     transport.restrict(wanted)
     least = 1 if known else (terms.at_least or len(wanted))
-    present = _gather(sites, wanted, terms, tell, least)
+    present = _gather(sites, wanted, terms, report, least)
     without = (
         "the run continues without {} until it returns"
         if known
@@ -154,7 +154,7 @@ def _run(
     for site in present:
         compare_versions(site, answers[site].versions, callback.on_warning)
     for line in claim_lines(clients):
-        tell(line)
+        report(line)
     homes = {client: site for site, own in clients.items() for client in own}
     if unknown := sorted(experiment.merge.ranks.keys() - homes.keys()):
         callback.on_warning(f"[merge] ranks: no site has a client called {', '.join(map(repr, unknown))}")
@@ -247,7 +247,7 @@ def check_clients(
             if known is None and client in homes:
                 raise FederationError(
                     f"sites {homes[client]!r} and {site!r} both have a client {client!r}: rename it at one "
-                    "site, or set [tell] names = false"
+                    "site, or set [disclose] names = false"
                 )
             homes[client] = site
         if known is not None and reported != known["sites"][site]:
@@ -292,7 +292,7 @@ def compare_versions(site: str, versions: Mapping[str, str], warn: Callable[[str
 
 
 def _gather(
-    sites: Sites, wanted: Sequence[str], terms: Terms, tell: Callable[[str], None], least: int
+    sites: Sites, wanted: Sequence[str], terms: Terms, report: Callable[[str], None], least: int
 ) -> list[str]:
     """Wait for all sites, or until ``least`` of them are connected after ``terms.wait`` seconds.
 
@@ -313,7 +313,7 @@ def _gather(
                 f"{missing}. Run `prefed site CONFIG` at each, increase --wait or lower --at-least"
             )
         if waited >= QUIET and not reported:
-            tell(f"waiting up to {terms.wait:g} seconds for {missing}")
+            report(f"waiting up to {terms.wait:g} seconds for {missing}")
             reported = True
         time.sleep(PAUSE)
 

@@ -25,9 +25,9 @@ def check_experiment(experiment: Experiment, config: SiteConfig) -> None:
         RefusalError: the limits do not allow it.
     """
     limits, method = config.limits, experiment.method
-    if not config.tell.pairs:
+    if not config.disclose.pairs:
         raise RefusalError(
-            "[tell] pairs = false: merging weights clients by their pairs, which this site does not report"
+            "[disclose] pairs = false: the merge weights clients by pairs, which this site does not report"
         )
     if limits.methods is not None and method.name not in limits.methods:
         raise RefusalError(f"[limits] methods: {method.name} is not one of {', '.join(limits.methods)}")

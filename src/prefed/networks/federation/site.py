@@ -73,14 +73,14 @@ class Site:
     """Answers requests. Training runs in a child process; if that process dies, only its request fails.
 
     Args:
-        tell: called with each line to print.
+        report: called with each line to print.
 
     Raises:
         StoreError: another process uses the state folder.
     """
 
-    def __init__(self, config: SiteConfig, tell: Callable[[str], None] = lambda text: None) -> None:
-        self.config, self._tell = config, tell
+    def __init__(self, config: SiteConfig, report: Callable[[str], None] = lambda text: None) -> None:
+        self.config, self._report = config, report
         self._state = Path(config.state)
         files.private_folder(self._state / "checkpoint")
         self._held: int | None = lock(self._state, remedy="stop it first: only one process may use it")
@@ -141,7 +141,7 @@ class Site:
 
     def _say(self, text: str) -> None:
         with suppress(Exception):
-            self._tell(printable(text))
+            self._report(printable(text))
 
     def _answer(self, header: dict[str, Any], body: bytes) -> bytes:
         kind = header.get("kind")
@@ -194,10 +194,12 @@ class Site:
         names = reported_names(dataset, self.config, self._secret)
         if known is not None and known["data"] != dataset.fingerprint:
             raise RefusalError(CHANGED)
-        clients = {told: list(dataset.sizes[name]) for name, told in names.items()}
+        clients = {reported: list(dataset.sizes[name]) for name, reported in names.items()}
         order = known or {"data": dataset.fingerprint, "round": 0}
         self._write_order(run, {**order, "experiment": text, "code": code, "names": names, "pairs": clients})
-        self.log.add("join", run=run, told=", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items()))
+        self.log.add(
+            "join", run=run, reported=", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items())
+        )
         return pack(clients=clients, versions={name: own_version(name) for name in PACKAGES})
 
     def _start(self, run: str, members: list[str], unseen: list[str]) -> bytes:

@@ -242,7 +242,7 @@ class Meeting:
             if place.rank == 0:
                 store.set("peers", str(place.peers))
             turn = store.add(f"turn/{place.rank}", 1)
-            if store.check(["begun"]):
+            if store.check(["started"]):
                 raise PeerError(
                     f"the run has already started with a peer {place.rank}: give each peer its own --rank, "
                     "or stop all peers and restart them with --auto-resume"
@@ -256,7 +256,7 @@ class Meeting:
                 self._check_place(turn)
                 time.sleep(0.05)
             # In this order, at least one of two peers with the same rank detects the other.
-            store.set("begun", "")
+            store.set("started", "")
             self._check_place(turn)
             hosts = store.multi_get([f"host/{rank}" for rank in ranks])
         except dist.DistError:

@@ -28,7 +28,7 @@ from prefed.ui.cli.arguments import (
 )
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, exit_code, interruptible
 from prefed.ui.cli.log import report
-from prefed.ui.cli.output import progress_console, tell, terminal
+from prefed.ui.cli.output import print_progress, progress_console, terminal
 
 
 def federation(
@@ -138,7 +138,7 @@ def federate(
                 resume=resume,
                 callbacks=terminal(console),
                 page=public_page,
-                tell=tell,
+                report=print_progress,
             )
         print_result(summary, console)
         console.print(f"report: prefed report {shlex.quote(str(path))}", markup=False, soft_wrap=True)
@@ -221,7 +221,7 @@ def site(
     try:
         from prefed.networks.federation.flare.site import take_part
 
-        take_part(config, tell)
+        take_part(config, print_progress)
     except KeyboardInterrupt:
         report("stopped", "stopped; private states were kept", "error", code=INTERRUPTED)
         raise typer.Exit(INTERRUPTED) from None

@@ -187,7 +187,7 @@ def terminal(console: Console, label: str = "") -> list[Callback]:
     return [Terminal(console, label, lines=volume() is Volume.VERBOSE)]
 
 
-def tell(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print a line of progress on standard output; nothing with ``-q``. With ``--log json``, log it."""
     if in_json() and volume() is not Volume.QUIET:
         report("note", text)

@@ -30,7 +30,7 @@ from prefed.ui.cli.arguments import (
 )
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, interruptible, terminable
 from prefed.ui.cli.log import report
-from prefed.ui.cli.output import print_json, progress_console, tell, terminal
+from prefed.ui.cli.output import print_json, print_progress, progress_console, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -246,7 +246,7 @@ def sweep(
     def done(cell: SweepCell, outcome: dict[str, Any]) -> None:
         keep(cell, order[cell.folder], outcome)
 
-    work = Sweep(jobs, tell)
+    work = Sweep(jobs, print_progress)
     _to_the_end(work.tables(cells, done))
     for folder, table in {cell.folder: cell.table for cell in cells}.items():
         path = folder.with_name(f"{folder.name}.md")
@@ -287,12 +287,12 @@ def _sweep_methods(
             except ConfigError as error:  # also without --set, so the method cannot do the task
                 where = f"{cell.definition.path}, cell {cell.definition.name}: "
                 refused[cell.name] = " ".join(str(error).removeprefix(where).split())
-                tell(f"{cell.name} is refused: {refused[cell.name]}")
+                print_progress(f"{cell.name} is refused: {refused[cell.name]}")
             else:
                 raise
     possible = [cell for cell in cells if cell.name not in refused]
     check_cells(possible)
-    work = Sweep(jobs, tell)
+    work = Sweep(jobs, print_progress)
     if possible:
         _to_the_end(work.tables(possible, partial(add, out)))
     refused |= work.refused
@@ -323,7 +323,7 @@ def _sweep_grid(
     every_seed = parse_seeds(seeds, first.experiment(*overrides).seed)
     cells = grid_cells(path, combinations, every_seed, out / path.stem, overrides, judge)
     check_cells(cells)
-    sweep = Sweep(jobs, tell)
+    sweep = Sweep(jobs, print_progress)
     chosen = _to_the_end(sweep.grid(cells))
     from prefed.ui.pages.sweep import keep_grid, sentence
 
@@ -391,7 +391,7 @@ def align(
         from prefed.runs.finished_run import read_run
 
         record = read_run(run)
-        from prefed.align.run import begun
+        from prefed.align.run import has_alignment
         from prefed.core.text import pluralize
         from prefed.runs.align import FOLDER, read_settings
         from prefed.runs.align import align as align_run
@@ -401,7 +401,7 @@ def align(
         check_selectors(record)
         folder = record.path / FOLDER
         anew = not (resume or stage)
-        if anew and begun(folder):
+        if anew and has_alignment(folder):
             raise ValueError(
                 f"{folder} contains an alignment: continue it with --resume, or repeat a stage and those "
                 "after it with --stage NAME (--stage prompts repeats all)"

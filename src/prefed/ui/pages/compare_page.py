@@ -15,7 +15,7 @@ from prefed.core import files
 from prefed.core.text import pluralize
 from prefed.runs.finished_run import RunRecord
 from prefed.runs.seed_groups import by_seed
-from prefed.runs.track import told_settings
+from prefed.runs.track import logged_settings
 from prefed.train.metrics import COMPARED_METRICS, LEADING_METRICS, TABLE
 from prefed.ui.pages import compare_charts as charts
 from prefed.ui.pages.chart_data import Chart
@@ -95,7 +95,7 @@ def _lead(compared: Compared) -> str:
     seeds = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else pluralize(counts[0], "seed", "seeds")
     counts_of = [run.pairs(client) for run in compared.runs for client in run.clients]
     pairs = [count for count in counts_of if count is not None]
-    model = told_settings(first.config)["model"]["name"]
+    model = logged_settings(first.config)["model"]["name"]
     text = f"{pluralize(len(compared.cases), 'case', 'cases')} with {seeds}; {model}; "
     text += f"{pluralize(first.evaluated, 'client', 'clients')} evaluated on {first.split} pairs"
     if pairs:

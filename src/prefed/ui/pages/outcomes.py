@@ -243,18 +243,18 @@ def _to_report(run: RunRecord) -> list[Examples]:
     models = {model: answering(*model) for model, number, _ in texts if number == last}
     untouched: dict[str, Any] = {"base model": (("untouched", None), 0)}
 
-    def beside(title: str, note: str, columns: Mapping[str, Any]) -> Examples:
+    def side_by_side(title: str, note: str, columns: Mapping[str, Any]) -> Examples:
         rows = [(prompt, [texts[*column, prompt] for column in columns.values()], "") for prompt in prompts]
         return Examples(title, note, tuple(columns), rows)
 
     if not last:
-        return [beside("", "", untouched)] if texts else []
+        return [side_by_side("", "", untouched)] if texts else []
     note = f"After {pluralize(last, 'round', 'rounds')}. {_reading(rows)}"
-    parts = [beside("", note, untouched | {name: (model, last) for model, name in models.items()})]
+    parts = [side_by_side("", note, untouched | {name: (model, last) for model, name in models.items()})]
     for model, name in models.items():
         rounds = sorted({number for own, number, _ in texts if own == model})
         course = {f"round {number}": (model, number) for number in rounds}
-        parts.append(beside(f"Round by round: {name}", "", untouched | course))
+        parts.append(side_by_side(f"Round by round: {name}", "", untouched | course))
     return parts
 
 

@@ -18,7 +18,7 @@ import tomli_w
 from prefed.core import files
 from prefed.core.text import duration, pluralize, size
 from prefed.runs.finished_run import Outcome, RunRecord, alignment_of, judged_of, read_run, read_summary
-from prefed.runs.track import told_settings
+from prefed.runs.track import logged_settings
 from prefed.train.metrics import TEXT_REMEDY, broken_text, flat_loss_warning
 from prefed.ui.pages import clients, origin, outcomes, round_curves, selector_agreement, tastes, text_health
 from prefed.ui.pages.html import render_template
@@ -95,7 +95,7 @@ def render(run: RunRecord) -> str:
 
 def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | None) -> str:
     alignment = alignment_of(run.path)
-    config = told_settings(run.config)
+    config = logged_settings(run.config)
     length = pluralize(run.summary["rounds"], "round", "rounds")
     evaluated, text = pluralize(run.evaluated, "client", "clients"), run.summary.get("text")
     # Optional parts, by section.

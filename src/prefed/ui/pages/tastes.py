@@ -52,7 +52,7 @@ def tastes_facts(tastes: TasteRecord) -> Facts:
     if another is not None:
         facts.append(("accuracy with another client's z", f"{another:.1%}, mean over all other clients"))
     facts.append(("accuracy with the population's z", f"{tastes['population']:.1%}"))
-    if (sent := tastes.get("told")) is not None:
+    if (sent := tastes.get("sent")) is not None:
         facts.append(
             (
                 "accuracy with the z sent to the server",
@@ -83,7 +83,7 @@ def tastes_facts(tastes: TasteRecord) -> Facts:
 
 def _warning(tastes: TasteRecord) -> str:
     """A warning if accuracy with the z sent to the server is much lower than with own z; else empty."""
-    sent = tastes.get("told")
+    sent = tastes.get("sent")
     if sent is None or tastes["own"] - sent < APART:
         return ""
     return ", which differs from the clients' own z: use fewer local_steps, or schedule = 'cosine'"
@@ -237,5 +237,5 @@ def tastes_line(tastes: TasteRecord) -> str:
     another = "" if tastes["another"] is None else f", with another client's {tastes['another']:.3f}"
     end = f"; the tastes have collapsed: {COLLAPSE_REMEDY}" if tastes["collapsed"] else ""
     if warning := _warning(tastes):
-        end += f"; with the z sent to the server {tastes['told']:.3f}{warning}"
+        end += f"; with the z sent to the server {tastes['sent']:.3f}{warning}"
     return f"tastes: accuracy with own z {tastes['own']:.3f}{another}{end}"

@@ -80,7 +80,7 @@ train = {{ {client} = "pairs.jsonl" }}     # a single client with this name
 [model]
 name = "./model"            # folder of the federation's base model
 
-[tell]
+[disclose]
 names = true                # false: report pseudonyms of clients to the hub
 pairs = true                # report clients' numbers of pairs, which weight the merge; required
 
@@ -338,7 +338,7 @@ def place_kit(made: Path, kit: Path, readme: str) -> None:
     """Copy a kit into place with prefed's settings. An existing kit is kept with its key.
 
     Args:
-        readme: replaces FLARE's text, which tells users to run FLARE's scripts.
+        readme: replaces FLARE's text, which asks users to run FLARE's scripts.
     """
     if kit.exists():
         return

@@ -24,7 +24,7 @@ LOOKS = 3
 """Consecutive checks with the hub online and the site not accepted after which a message is printed."""
 
 
-def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
+def take_part(config: SiteConfig, report: Callable[[str], None]) -> None:
     """Answer the hub's requests until this process is interrupted.
 
     Raises:
@@ -34,9 +34,9 @@ def take_part(config: SiteConfig, tell: Callable[[str], None]) -> None:
     kit = Path(config.kit)
     hub = check_kit(kit, config)
     check_places(config)
-    site, pause, watch = Site(config, tell), 1.0, _Watch(hub, kit, tell)
+    site, pause, watch = Site(config, report), 1.0, _Watch(hub, kit, report)
     process: FlareProcess | None = None
-    tell(f"site {config.name} of {config.federation}: waiting for the hub at {hub}; press Ctrl-C to stop")
+    report(f"site {config.name} of {config.federation}: waiting for the hub at {hub}; press Ctrl-C to stop")
 
     def answer(request: bytes) -> bytes:
         watch.let_in()
@@ -70,8 +70,8 @@ class _Watch:
         hub: the hub's address, ``host:port``.
     """
 
-    def __init__(self, hub: str, kit: Path, tell: Callable[[str], None]) -> None:
-        self._hub, self._kit, self._tell = hub, kit, tell
+    def __init__(self, hub: str, kit: Path, report: Callable[[str], None]) -> None:
+        self._hub, self._kit, self._report = hub, kit, report
         self._outside, self._reported = 0, False
         self._next = time.monotonic() + EVERY
         self.begin()
@@ -93,7 +93,7 @@ class _Watch:
         if self._outside == LOOKS:
             self._reported = True
             with suppress(OSError):  # output that cannot be written must not end the site
-                self._tell(
+                self._report(
                     f"the hub at {self._hub} is online but has not accepted this site; still trying. See "
                     f"log.txt and error_log.txt in {self._kit}, and log.txt at the hub"
                 )
