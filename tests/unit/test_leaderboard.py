@@ -250,7 +250,7 @@ def test_what_a_method_cannot_do_is_a_result_and_a_failure_is_none(tmp_path, mon
     assert f"every cell is refused:\nthumbs local: {reason}" in error
 
     async def killed(run, *words):
-        raise sweep_child.CommandError("killed", run.auxiliary("log"), "")
+        raise sweep_child.CommandError("killed", run.side_file("log"), "")
 
     monkeypatch.setattr(sweep_child, "_command", killed)
     shutil.rmtree("out/plain")

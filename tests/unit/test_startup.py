@@ -14,7 +14,7 @@ from prefed.data import synthetic
 from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
 
-CLOSURE = 134
+CLOSURE = 135
 """How many files of prefed a FedDPO run may import."""
 HEAVY = "{'torch', 'numpy', 'transformers', 'peft', 'datasets', 'matplotlib', 'scipy', 'pyarrow'}"
 REPORT = f"""

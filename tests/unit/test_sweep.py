@@ -341,7 +341,7 @@ def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
     ) as failed:
         asyncio.run(run_in_process(run))
     assert failed.value.refusal == "no model"
-    assert run.auxiliary("log").read_text() == "round 1/2\nerror: no model\n"
+    assert run.side_file("log").read_text() == "round 1/2\nerror: no model\n"
     assert not run.finished
 
 
