@@ -112,7 +112,7 @@ def _check(experiment: Experiment) -> None:
     if experiment.stop is not None:
         raise ConfigError("[stop] needs earlier rounds, and a federation stores only the last one: remove it")
     if experiment.report is not None and experiment.report.clients is not None:
-        raise ConfigError("[disclose] clients needs personal models, which stay at the sites: remove it")
+        raise ConfigError("[report] clients needs personal models, which stay at the sites: remove it")
     if experiment.method.name == "centralized":
         raise ConfigError("centralized pools all pairs in one place: choose another method")
 
