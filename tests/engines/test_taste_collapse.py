@@ -102,7 +102,7 @@ def test_one_taste_that_serves_all_clients_is_no_collapse(right, collapsed):
         log_variances=np.zeros((n, 2)),
         accuracies=np.full((n, n), right),
         population=np.full(n, right),
-        got={},
+        sent={},
         labels={},
         prototypes=np.zeros((0, 2)),
         trust={},
