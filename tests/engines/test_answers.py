@@ -106,8 +106,7 @@ def test_a_diverged_model_is_still_evaluated():
 def test_a_newcomers_answer_may_be_missing(tmp_path):
     newcomers = ("Client 0/ü", BAD)
     built: Job = toy.build(toy.text(rounds=1))
-    evaluate = built.evaluate.model_copy(update={"unseen_steps": [0]})
-    job = replace(built, unseen=newcomers, evaluate=evaluate)
+    job = replace(built, unseen=newcomers, evaluate=built.evaluate.model_copy(update={"unseen_steps": [0]}))
     for silent in (newcomers[:1], newcomers):
         listener, path = Warned(), tmp_path / str(len(silent))
         answers = altered(lambda result, silent=silent: [result] if result.client not in silent else [])
