@@ -53,7 +53,7 @@ for text in json.load(sys.stdin):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
 def test_the_memory_of_a_template_is_limited():
-    """The peak of a process of its own; in the control, transformers renders without the limit."""
+    """The peak of a separate process; in the control, transformers renders without the limit."""
     made = subprocess.run(
         [sys.executable, "-c", CHILD],
         input=json.dumps([*GREEDY.values()]),

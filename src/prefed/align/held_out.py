@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from prefed.align.alignment import Alignment
-from prefed.align.labels import leads
+from prefed.align.labels import won
 from prefed.align.start import own_prompts
 from prefed.core import Tensors
 from prefed.data import Record
-from prefed.train.generation import Sampling, padded_batches, write_answers
+from prefed.train.generation import Sampling, write_answers
 from prefed.train.metrics import WrittenAnswer, text_health
 
 ANSWERED = 32
@@ -62,15 +62,8 @@ class HeldOutAnswers:
         alignment = self._alignment
         template, asked = alignment.template, [row.prompt for row in self._prompts]
         turns = [prompt if isinstance(prompt, str) else prompt[-1].content for prompt in asked]
-        ids = list(map(template.prompt_ids, asked))
-        answers = dict[int, WrittenAnswer]()
-        for batch in padded_batches(alignment.policy, ids, self._how, ANSWERED):
-            prompts, z = [(turns[k], ids[k]) for k in batch], self._tastes
-            z = None if z is None else z[batch]
-            answers |= zip(
-                batch, write_answers(alignment.policy, tensors, prompts, self._how, z), strict=True
-            )
-        return [answers[k] for k in range(len(ids))]
+        prompts = list(zip(turns, map(template.prompt_ids, asked), strict=True))
+        return write_answers(alignment.policy, tensors, prompts, self._how, ANSWERED, self._tastes)
 
     def _win_rate(self, answers: Sequence[WrittenAnswer]) -> float | None:
         """The share of answers that the labeller prefers; a tie is half of one.
@@ -89,8 +82,5 @@ class HeldOutAnswers:
                 places.append(place)
         if records:
             tastes = None if self._tastes is None else self._tastes[places]
-            asked, scores = self._alignment.scorer.scores(records, tastes)
-            if len(asked):
-                lead = leads(scores.astype(float), str(self._alignment.config.labels))
-                wins += ((np.sign(lead) + 1) / 2).tolist()
+            wins += won(self._alignment, records, tastes).tolist()
         return float(np.mean(wins)) if wins else None

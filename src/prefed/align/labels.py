@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from prefed.align import completions
@@ -100,20 +101,36 @@ def unseen_accuracy(alignment: Alignment) -> Figures:
     if alignment.judge is not None or alignment.config.tastes is not None:
         return {}
     pairs = list(alignment.unseen_pairs())
-    asked, scores = alignment.scorer.scores(pairs)
+    correct = won(alignment, pairs)
     text = "no client has a test pair whose prompt selectors were not trained on"
     accuracy = None
-    if len(asked):
-        lead = leads(scores.astype(float), str(alignment.config.labels))
-        accuracy = float(np.mean((np.sign(lead) + 1) / 2))
+    if len(correct):
+        accuracy = float(np.mean(correct))
         text = (
-            f"selectors order {accuracy:.1%} of {len(asked):,} pairs of clients with unseen prompts correctly"
+            f"selectors order {accuracy:.1%} of {len(correct):,} pairs of clients with unseen prompts "
+            "correctly"
         )
     alignment.callback.on_note(
         f"{text}; their accuracy on the policy's own completions is unknown, as nobody labelled them: read "
         "some of labels.jsonl"
     )
-    return {"unseen_pairs": len(asked), "unseen_accuracy": accuracy}
+    return {"unseen_pairs": len(correct), "unseen_accuracy": accuracy}
+
+
+def won(
+    alignment: Alignment, records: Sequence[Record], tastes: torch.Tensor | None = None
+) -> NDArray[np.float64]:
+    """Return 1 for each pair whose chosen response the labeller prefers, 0.5 for a tie, else 0.
+
+    Pairs that it does not judge are left out.
+
+    Args:
+        tastes: ``[len(records), d_z]``, for a selector that takes tastes.
+    """
+    asked, scores = alignment.scorer.scores(records, tastes)
+    if not len(asked):
+        return np.zeros(0)
+    return (np.sign(leads(scores.astype(float), str(alignment.config.labels))) + 1) / 2
 
 
 def clearest(labels: Sequence[LabelRow]) -> list[LabelRow]:

@@ -74,11 +74,8 @@ def _keep_best(alignment: Alignment) -> Figures:
             del figures["digest"]
             checkpoints.append(alignment.folder / training.checkpoint(generation, figures["epoch"]))
             epochs.append({**figures, "epoch": len(checkpoints), "generation": generation.number})
-    best, backbone, folder = (
-        training.kept_epoch(epochs, alignment.callback),
-        alignment.policy,
-        alignment.folder,
-    )
+    best = training.kept_epoch(epochs, alignment.callback)
+    backbone, folder = alignment.policy, alignment.folder
     tensors = policy.read_policy(backbone, checkpoints[best - 1])
     policy.save_policy(tensors, folder / POLICY)
     taste = tastes.load_tastes(folder).population

@@ -52,7 +52,7 @@ class JobError(ValueError):
 
 
 class ClientAnswers(Protocol):
-    """Lets a client's models answer prompts of its own, as :class:`prefed.runs.answers.SiteAnswers`."""
+    """Lets a client's models answer its prompts, as :class:`prefed.runs.answers.SiteAnswers`."""
 
     def __call__(self, client: str, private: State, published: Download, number: int) -> str:
         """Write the answers that are due after round ``number``; return a line about them, or ``""``."""

@@ -81,8 +81,8 @@ class _Answers:
         limit: maximum number of tokens in an answer.
     """
 
-    def __init__(self, experiment: Experiment, job: Job, *, own: bool) -> None:
-        self._job, self._own = job, own and has_own_models(job)
+    def __init__(self, experiment: Experiment, job: Job, folder: Path, *, own: bool) -> None:
+        self._job, self._folder, self._own = job, folder, own and has_own_models(job)
         self._trainers = cast(PairTrainerFactory, job.trainers)
         self.limit = _limit(experiment, job)
         self._how = Sampling(max_tokens=self.limit, temperature=0)
@@ -93,6 +93,10 @@ class _Answers:
 
     def _measures(self, number: int, *, last: bool) -> bool:
         return last or (self._often and self._job.evaluates(number))
+
+    def _kept(self, number: int) -> list[Answer]:
+        """The rows of earlier rounds that stay: if rounds are raised, none of the former last one."""
+        return [row for row in read_answers(self._folder) if row.round < number and _doubles(row.round)]
 
     def _answer(
         self,
@@ -157,12 +161,9 @@ class _Answers:
             limit: maximum number of tokens (default: the run's).
         """
         how = self._how.model_copy(update={"max_tokens": limit or self.limit})
-        answers = dict[_Asked, WrittenAnswer]()
-        for batch in self.batches(asked):
-            prompts = [(each.turn, each.ids) for each in batch]
-            written = write_answers(self._trainers.backbone, tensors, prompts, how)
-            answers |= zip(batch, written, strict=True)
-        return answers
+        prompts = [(each.turn, each.ids) for each in asked]
+        written = write_answers(self._trainers.backbone, tensors, prompts, how, BATCH)
+        return dict(zip(asked, written, strict=True))
 
 
 class RoundAnswers(_Answers):
@@ -181,8 +182,7 @@ class RoundAnswers(_Answers):
     """
 
     def __init__(self, experiment: Experiment, job: Job, folder: Path, *, personal: bool = True) -> None:
-        super().__init__(experiment, job, own=personal)
-        self._folder = folder
+        super().__init__(experiment, job, folder, own=personal)
         self._reported = _of_report(experiment, job, self._how, own=self._own) if experiment.report else []
 
     def __call__(
@@ -233,10 +233,6 @@ class RoundAnswers(_Answers):
         reported = self._reported if last or _doubles(number) else ()
         return [*reported, *(self._held_out if self._measures(number, last=last) else ())]
 
-    def _kept(self, number: int) -> list[Answer]:
-        """The rows of earlier rounds that stay: if rounds are raised, none of the former last one."""
-        return [row for row in read_answers(self._folder) if row.round < number and _doubles(row.round)]
-
     def _models(
         self,
         server: State,
@@ -257,7 +253,7 @@ class RoundAnswers(_Answers):
 
 
 class SiteAnswers(_Answers):
-    """Lets the models of a site's clients answer prompts of their own when they are evaluated.
+    """Lets the models of a site's clients answer these clients' prompts when they are evaluated.
 
     It writes ``answers.jsonl``, as a run does, and the health of the answers so far in the round to
     :data:`SITE_TEXT`. Both stay at the site, like the prompts. The rounds are those of :class:`RoundAnswers`.
@@ -267,8 +263,7 @@ class SiteAnswers(_Answers):
     """
 
     def __init__(self, experiment: Experiment, job: Job, folder: Path) -> None:
-        super().__init__(experiment, job, own=True)
-        self._folder = folder
+        super().__init__(experiment, job, folder, own=True)
         self._number, self._written = 0, dict[str, _Written]()
 
     def __call__(self, client: str, private: State, published: Download, number: int) -> str:
@@ -287,7 +282,9 @@ class SiteAnswers(_Answers):
         models: list[_Model] = [("shared", None, tensors) for tensors in shared]
         if self._own:
             models.append(("own", client, job.client_model(client, private, published, number)))
-        rows, answers = self._answer(number, due, due, self._kept(client, number), models)
+        # Other clients have answered in this round, too.
+        others = [row for row in read_answers(self._folder) if row.round == number and row.holder != client]
+        rows, answers = self._answer(number, due, due, [*self._kept(number), *others], models)
         _save(self._folder, rows)
         self._written[client] = answers
         pooled = _Written()
@@ -297,12 +294,6 @@ class SiteAnswers(_Answers):
         content = {"round": number, "text": self._record(pooled)}
         files.write(self._folder / SITE_TEXT, json.dumps(content, indent=1).encode(), mode=0o600)
         return health_sentence(self._record(answers))
-
-    def _kept(self, client: str, number: int) -> list[Answer]:
-        """The rows that stay: of other clients in this round, and those that a run keeps of earlier ones."""
-        rows = read_answers(self._folder)
-        others = [row for row in rows if row.round == number and row.holder != client]
-        return [*(row for row in rows if row.round < number and _doubles(row.round)), *others]
 
 
 def has_own_models(job: Job) -> bool:

@@ -408,15 +408,18 @@ def _answers(
     for asked in answers.planned(len(mean_models(job, server))):
         number += len(asked)
 
-        def measure(asked: Sequence[Any] = asked) -> tuple[float, None]:
+        batches = answers.batches(asked)
+
+        def measure(batches: Sequence[Any] = batches) -> tuple[float, None]:
             def take(tokens: int) -> float:
-                return clocked(lambda: answers.write(job.trainers.initial, asked, tokens))[0]
+                initial = job.trainers.initial
+                return clocked(lambda: [answers.write(initial, batch, tokens) for batch in batches])[0]
 
             take(1)  # not timed: the first use of kernels
             one = take(1)
             return one + (answers.limit - 1) * max(0.0, take(1 + TOKENS) - one) / TOKENS, None
 
-        trial.meter.call(("answers", *map(len, answers.batches(asked))), measure)
+        trial.meter.call(("answers", *map(len, batches)), measure)
     return number, answers.limit, trial.meter.whole - before
 
 

@@ -318,24 +318,29 @@ def write_answers(
     tensors: Tensors,
     prompts: Sequence[tuple[str, Sequence[int]]],
     how: Sampling,
+    size: int,
     tastes: torch.Tensor | None = None,
 ) -> list[WrittenAnswer]:
     """Write an answer to each prompt without dropout, and score it with the base model.
 
     Args:
         tensors: full layout; ``backbone.reference`` for the base model.
-        prompts: text of the last turn, and the token ids; they form a batch (:func:`padded_batches`).
+        prompts: text of the last turn, and the token ids.
         how: without sampling (temperature 0).
+        size: maximum number of prompts in a batch (:func:`padded_batches`).
         tastes: ``[len(prompts), d_z]``, for a policy with a taste map; ``None`` for none.
     """
     backbone.dropout()
-    tokenizer, ids, answers = backbone.tokenizer, [prompt for _, prompt in prompts], list[WrittenAnswer]()
-    completions = complete_batch(backbone, tensors, ids, how, [Key(0)] * len(ids), tastes)
-    scores = surprises(backbone, ids, completions)
-    for (turn, prompt), (tokens, end), score in zip(prompts, completions, scores, strict=True):
-        text, worded = continuation_text(tokenizer, prompt, tokens), without_numbers(tokenizer, tokens)
-        answers.append(WrittenAnswer(turn, text, tokens, end is not None, score, worded))
-    return answers
+    tokenizer, answers = backbone.tokenizer, dict[int, WrittenAnswer]()
+    for batch in padded_batches(backbone, [ids for _, ids in prompts], how, size):
+        asked, z = [prompts[place][1] for place in batch], None if tastes is None else tastes[batch]
+        completions = complete_batch(backbone, tensors, asked, how, [Key(0)] * len(batch), z)
+        scores = surprises(backbone, asked, completions)
+        for place, (tokens, end), score in zip(batch, completions, scores, strict=True):
+            turn, ids = prompts[place]
+            text, worded = continuation_text(tokenizer, ids, tokens), without_numbers(tokenizer, tokens)
+            answers[place] = WrittenAnswer(turn, text, tokens, end is not None, score, worded)
+    return [answers[place] for place in range(len(prompts))]
 
 
 @contextmanager
