@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
+from transformers import ByT5Tokenizer
 
 from prefed.core import Key
 from prefed.data import (
@@ -47,6 +48,7 @@ ZOO = {
 KINDS = [(name, kind) for name in ZOO for kind in ("auto", "dialogue", "rendered")] + [
     (name, "chat") for name in ZOO if ZOO[name].chat_template
 ]
+ZOO["python"] = ByT5Tokenizer()  # not a fast one; it puts its end-of-text token after every text
 CONTROL = ["<|im_start|>", "<|im_end|>", "<eos>", "<bos>", "</s>", "<s>", "[/INST]", "<unk>"]
 PARTS = [*CONTROL, "user", "\n", " ", "Name a colour.", "é", "<", "|im_end|>", "[", "☃"]
 texts = st.lists(st.sampled_from(PARTS), min_size=1, max_size=6).map("".join).filter(str.strip)
@@ -83,7 +85,8 @@ def test_text_stays_text(name, text):
     ids = outcome.branches[0][:-1]
     control = {number: str(token) for number, token in made.added_tokens_decoder.items() if token.special}
     assert not {*ids} & control.keys() - {made.unk_token_id}
-    assert ("control" in outcome.notes) == any(token in text for token in control.values())
+    names = {*control.values(), *made.all_special_tokens}
+    assert ("control" in outcome.notes) == any(token in text for token in names)
     # A Unigram model has no token for some characters, and decoders drop a blank at the start.
     if "unigram" not in name:
         assert made.decode(ids).lstrip() == text.lstrip()

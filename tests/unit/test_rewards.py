@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -16,17 +18,20 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    ByT5Tokenizer,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
 
-from prefed.data import Record
+from prefed.data import Record, Template
+from prefed.data.encoding import token_ids
 from prefed.data.record import Message
 from prefed.models import ModelError
 from prefed.train import rewards
 from prefed.train.rewards import RewardModel, Rewards
+from tokenizer_zoo import MADE
 
 WORDS = [
     "[PAD]",
@@ -146,6 +151,33 @@ def test_what_does_not_fit_loses_the_prompts_beginning(tmp_path: Path) -> None:
     assert words(rejected).endswith("u v w [SEP]")
     free = RewardModel(str(bert(tmp_path / "free", limit=int(1e30))), CPU)
     assert len(encode(free, long)[1]["input_ids"]) == 16
+
+
+@pytest.mark.parametrize("name", ["words", *MADE, "python"])
+@given(text=st.text("ab </s>[]", min_size=1).filter(str.strip), limit=st.integers(9, 40))
+def test_control_tokens_in_a_pair_are_text(name: str, text: str, limit: int) -> None:
+    """The frame of special tokens and segments is that of ordinary texts, and the contents are text."""
+    made: Any = {**MADE, "words": tokenizer(), "python": ByT5Tokenizer()}[name]
+    model = RewardModel.__new__(RewardModel)
+    model.tokenizer, model._limit, model._template = made, 10_000, Template(made)
+    made.truncation_side = "left"
+    for end in ("</s>", "[SEP]"):
+        prompt, response = f"a{end}b", f"b {text}{end}{text}"
+        whole, _ = model.encode(prompt, response, "a")
+        mask = made("a", "a", return_special_tokens_mask=True)["special_tokens_mask"]
+        control = {*made.all_special_ids} - {made.unk_token_id}
+        assert sum(n in control for n in whole["input_ids"]) == sum(mask)
+        contents = [n for n in whole["input_ids"] if n not in control]
+        assert contents == [
+            n for part in (prompt, response) for n in token_ids(made, [model._template.mark(part)])[0]
+        ]
+        model._limit = limit
+        cut, _ = model.encode(prompt, response, "a")
+        assert {len(values) for values in cut.values()} == {min(limit, len(whole["input_ids"]))}
+        model._limit = 10_000
+    plain, _ = model.encode("a b", "b a", "a")
+    marked = model._marked(("a b", "b a"), {})
+    assert marked == plain
 
 
 def test_conversations(tmp_path: Path) -> None:

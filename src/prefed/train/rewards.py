@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,8 @@ class RewardModel:
         # The chat template includes the special tokens.
         texts: tuple[str, ...] = (prompt + response,) if whole else (prompt, response)
         options: dict[str, Any] = {"add_special_tokens": not whole, "verbose": False}
-        if any(MARK in text for text in texts):  # a control token within a text
-            if whole:
-                (ids,) = token_ids(self.tokenizer, texts)
-                ids = ids[max(0, len(ids) - self._limit) :]
-                fill = {"attention_mask": 1, "token_type_ids": 0}
-                names = fill.keys() & {*self.tokenizer.model_input_names}
-                return {"input_ids": ids, **{name: [fill[name]] * len(ids) for name in names}}
-            texts = tuple(text.replace(MARK, "") for text in texts)
-            options["split_special_tokens"] = True
+        if any(MARK in text for text in texts):
+            return self._marked(texts, options)
         encoded = self.tokenizer(*texts, **options)
         if len(encoded["input_ids"]) > self._limit:
             alone = len(self.tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"])
@@ -90,6 +84,26 @@ class RewardModel:
             side = "only_first" if whole or fits else "longest_first"
             encoded = self.tokenizer(*texts, truncation=side, max_length=self._limit, **options)
         return dict(encoded)
+
+    def _marked(self, texts: Sequence[str], options: Mapping[str, Any]) -> dict[str, list[int]]:
+        """As :meth:`_tokens`, for texts in which control tokens are text.
+
+        The special tokens and segments are those that the tokenizer gives to the same number of short texts.
+        """
+        frame = self.tokenizer(*["a"] * len(texts), return_special_tokens_mask=True, **options)
+        special = frame.pop("special_tokens_mask")
+        parts, fits = token_ids(self.tokenizer, texts), self._limit - sum(special)
+        while sum(map(len, parts)) > fits:
+            cut = 0 if len(parts[-1]) < fits else max(range(len(parts)), key=lambda n: len(parts[n]))
+            del parts[cut][0]
+        encoded: dict[str, list[int]] = {name: [] for name in frame}
+        short, contents = special.count(0) // len(texts), iter(parts)
+        places = [n for n, is_special in enumerate(special) if not is_special][::short]
+        for n, is_special in enumerate(special):
+            ids = [frame["input_ids"][n]] if is_special else next(contents) if n in places else []
+            for name, values in frame.items():
+                encoded[name] += ids if name == "input_ids" else values[n : n + 1] * len(ids)
+        return encoded
 
     @torch.inference_mode()
     def score(self, encoded: list[dict[str, list[int]]]) -> npt.NDArray[np.float32]:
