@@ -32,6 +32,12 @@ SENTENCE = "You should ask your friend what they like ."
         (f"{SENTENCE} {SENTENCE} {SENTENCE}", True),
         (f"First . {SENTENCE} {SENTENCE} {SENTENCE} You should", True),
         (f"{SENTENCE} {SENTENCE}", False),
+        # Lists of one item: the last has no line break, or the list goes on; two items are no loop.
+        ("- Be kind . / - Be kind . / - Be kind .", True),
+        ("Sure . - Be kind . / - Be kind . / - Be kind . // Bye", True),
+        ("- Be kind . / - Be kind . / - Be", False),
+        ("- Be kind . / - Be kind . / - Be calm .", False),
+        ("and so on and so on and so on and so", False),
         (TIPS, False),
         ("1 . Be kind . 2 . Be brave . 3 . Be calm . 4 . Be fair .", False),
         ("", False),
@@ -57,6 +63,7 @@ class Words:
     [
         # SmolLM2 after two rounds of RPO.
         ("1 . Know your audience . 2 . Know your audience . 3 . Know your audience . 4 . Know", True),
+        ("1 . Be kind . / 2 . Be kind . / 3 . Be kind .", True),
         ("1 . Be kind . 2 . Be brave . 3 . Be calm . 4 . Be fair .", False),
         ("0 0 0 0", True),
     ],

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 FOURFOLD, LONG = 4, 12
-"""A sequence of tokens loops if it occurs this often in a row, or three times over at least LONG tokens."""
+"""A sequence of tokens loops if it occurs this often in a row, or three times over at least LONG tokens, the
+last of which may be missing."""
 
 _SCORED = "share of pairs whose chosen response scores higher than the rejected one, by {by}"
 _THUMBS = (
@@ -154,8 +155,8 @@ _ROWS: Mapping[tuple[str, str, str, Printed], str | Mapping[str, str]] = {
     ("reward_down", "reward down", "some thumbs", SHIFT): "the same of responses with a thumb down",
     ("ends", "answers that end", "answers", MANY): "share of answers that end before the limit of tokens",
     ("loops", "looping", "answers", FEW): "share of answers in which a sequence of tokens occurs "
-    f"{FOURFOLD} times in a row, or three times if that is at least {LONG} tokens, with or without the "
-    "numbers in between",
+    f"{FOURFOLD} times in a row, or three times if that is at least {LONG} tokens (the last of which may be "
+    "missing), with or without the numbers in between",
     ("empty", "empty or echoing", "answers", FEW): "share of answers without text, or that repeat the prompt",
     ("distinct_2", "distinct-2", "answers", MANY): "different pairs of adjacent tokens as a share of all of "
     "an answer's, mean over answers",
