@@ -83,6 +83,34 @@ def test_rooms_import_from_lower_floors_only(name: str) -> None:
     assert wrong == {}
 
 
+KERNEL = {"core", "data", "engines", "merge", "methods", "models", "store", "train"}
+WINGS = {
+    "prefed.align": {"runs", "ui.cli"},
+    "prefed.networks.federation": {"ui.cli"},
+    "prefed.networks.peers": {"ui.cli"},
+    "prefed.trackers": {"config", "runs", "ui.cli"},
+    "prefed.ui.collect": {"ui.cli"},
+    "prefed.ui.pages": {"ui.cli"},
+}
+"""Wing → where it is imported, apart from itself and other wings; docs/inside.md draws it."""
+
+
+def test_wings_are_attached_from_above() -> None:
+    """No kernel module names a wing, not even in a string that is imported later."""
+    by: dict[str, set[str]] = {wing: set() for wing in WINGS}
+    for name, path in modules():
+        text = path.read_text("utf-8")
+        place = name.removeprefix("prefed.")
+        for wing in WINGS:
+            if name.startswith(wing):
+                continue
+            if room(name) in KERNEL:
+                assert wing not in text, f"{name} names {wing}"
+            elif any(f"{target}.".startswith(f"{wing}.") for target in imported(name, ast.parse(text))):
+                by[wing].add(".".join(place.split(".")[: 2 if place.startswith("ui") else 1]))
+    assert by == WINGS
+
+
 def test_no_circles() -> None:
     """Raises ``CycleError``, naming the rooms, if two of them need each other."""
     # The package's own __init__ hands out what rooms above it define, when asked for.
