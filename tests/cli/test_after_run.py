@@ -88,7 +88,7 @@ def test_evaluate_prints_every_client(place):
     assert "means: margin" in text
 
 
-def test_evaluate_prints_a_reward_heads_figures_beside(place):
+def test_evaluate_prints_a_reward_heads_figures_too(place):
     """In a table of their own, so that names and numbers keep their room on a narrow terminal."""
     text, before = prefed_("evaluate", place / "fedpdpo"), summary(place / "fedpdpo")
     assert "reward head" not in prefed_("evaluate", place / "local")
@@ -119,7 +119,7 @@ def test_clients_that_never_took_part_are_judged_apart(place):
     assert "Clients that never trained" in (place / "newcomer/report.html").read_text()
 
 
-def test_models_that_diverged_are_told_of(place, tmp_path):
+def test_models_that_diverged_are_named(place, tmp_path):
     """One step at a rate of 1e30 leaves no finite number: of each client, all of its 4 pairs are counted."""
     tree = small_experiment(place)
     tree["rounds"] = 1
@@ -412,7 +412,7 @@ def test_a_prompt_longer_than_the_window_is_refused(place):
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["export"], ["generate", "--prompt", "a"]])
-def test_an_unknown_client_is_told_the_nearest(place, command):
+def test_the_error_for_an_unknown_client_names_the_nearest(place, command):
     refused = prefed_(*command, place / "feddpo", "--client", "lefty", code=1)
     assert "no client is called 'lefty'; did you mean 'left'?" in refused
 

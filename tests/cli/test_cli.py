@@ -243,7 +243,7 @@ def test_two_runs_in_one_directory(place):
         process.send(signal.SIGKILL)
 
 
-def test_every_method_can_be_begun_with(place):
+def test_every_method_can_be_started_with(place):
     output = prefed_("init", "scaffold")
     assert "wrote scaffold.toml" in output
     assert tomllib.loads((place / "scaffold.toml").read_text())["method"]["name"] == "scaffold"

@@ -172,7 +172,7 @@ def test_what_killed_exports_left_is_removed_by_the_next(tmp_path):
     assert (tmp_path / "it/config.json").read_text() == "new"
 
 
-def test_a_disk_that_is_full_while_weights_are_written_is_told_of(place, tmp_path):
+def test_a_disk_that_is_full_while_weights_are_written_is_reported(place, tmp_path):
     """A limit of 8 KiB a file, which safetensors reports in an error of its own kind. It is one of a process
     of its own: this one's files have none."""
 

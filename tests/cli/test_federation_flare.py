@@ -120,7 +120,7 @@ def running(*parts):
     return found
 
 
-def test_a_server_that_ends_at_once_is_told_of(kits, monkeypatch):
+def test_a_server_that_ends_at_once_is_reported(kits, monkeypatch):
     """Its process ends before the first look at it, so nothing was asked of it."""
 
     class Ended:
@@ -353,7 +353,7 @@ def test_messages_arrive_as_they_are(transport):
         assert transport.call(site, request, WATCHDOG, MOST) == request + site.encode()
 
 
-def test_a_message_that_is_too_long_is_told_at_once(transport):
+def test_a_message_that_is_too_long_is_refused_at_once(transport):
     """The sites take in 8 MiB and a little more. The session goes on."""
     session = transport._session
     with pytest.raises(TooLongError, match=f"{10 << 20:,} bytes is longer than"):

@@ -215,7 +215,7 @@ def test_a_repository_that_is_there_is_replaced_when_asked_for(place, hub):
         ({"PUT /large": 403}, "ann/aligned exists and is empty: push again with --update"),
     ],
 )
-def test_what_fails_is_told_of_in_a_line(place, hub, fail, message):
+def test_what_fails_is_reported_in_a_line(place, hub, fail, message):
     hub.fail = fail
     got = prefed_("push", place / "feddpo", "ann/aligned", code=1)
     assert message in got

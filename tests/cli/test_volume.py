@@ -42,7 +42,7 @@ def test_quiet_is_the_last_line(place, words):
     assert re.fullmatch(rf"{first}baseline accuracy [\d.]+, reward accuracy [\d.]+ → a\n", output)
 
 
-def test_quiet_errors_are_told(place):
+def test_quiet_errors_are_printed(place):
     output, errors = got("run", "exp.toml", "-q", "--set", "cohort.size=9", code=1)
     assert output == ""
     assert errors.startswith("error: cohort = 9, but only 6 clients")
@@ -58,7 +58,7 @@ def test_json_is_the_summary_alone(place):
     assert errors == ""
 
 
-def test_verbose_tells_phases_and_where_the_time_goes(place):
+def test_verbose_prints_phases_and_where_the_time_goes(place):
     """The toy's round has the exchange train with 3 clients, every second one the exchange score with all 6,
     and each an evaluation and a commit. The shares of the parts at the end add up to the whole."""
     output, errors = got("run", "exp.toml", "-v", "--out", "a")

@@ -100,7 +100,7 @@ def test_a_named_taste_labels(opened):
             published_taste(opened, name)
 
 
-def test_a_client_that_told_nothing_labels_nothing(opened):
+def test_a_client_that_sent_nothing_labels_nothing(opened):
     """As for a client that never took part: its row among the peers is zeros, which is not a taste."""
     sent = {client: number for client, number in opened.server.values["sent"].items() if client != "w1"}
     changed = replace(opened)
@@ -190,7 +190,7 @@ def test_collapsed_tastes_are_warned_of_before_the_first_stage(finished, place, 
     (finished / "tastes.json").write_bytes(got)
 
 
-def test_a_taste_that_nobody_told_is_refused_before_the_first_stage(finished, place, tmp_path, monkeypatch):
+def test_a_taste_that_nobody_sent_is_refused_before_the_first_stage(finished, place, tmp_path, monkeypatch):
     """A finished run asks its server's state: no stage is started, and none that is done is forgotten."""
     path = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("align"))
     path.joinpath("align").mkdir()
@@ -205,7 +205,7 @@ def test_a_taste_that_nobody_told_is_refused_before_the_first_stage(finished, pl
     assert not list(path.joinpath("align").iterdir())
 
 
-def test_a_taste_that_nobody_will_tell_is_refused_before_clients_train(opened, place, tmp_path):
+def test_a_taste_that_nobody_will_send_is_refused_before_clients_train(opened, place, tmp_path):
     """By the data's clients, those among them that train and have pairs enough, and the method's
     prototypes; a dry run and a run ask alike."""
 
@@ -241,7 +241,7 @@ def test_a_taste_that_nobody_will_tell_is_refused_before_clients_train(opened, p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_new_users_pairs_tell_a_taste(finished, opened, place, tmp_path):
+def test_a_new_users_pairs_give_a_taste(finished, opened, place, tmp_path):
     """z of a file is that of a client whose pairs these are, up to how they fall into contexts: of one
     context of up to 16 pairs the order makes no difference. It may not be inferred from the judged pairs."""
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]

@@ -59,7 +59,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_what_it_tells_is_what_the_run_has(place, tmp_path, changes):
+def test_what_it_predicts_is_what_the_run_has(place, tmp_path, changes):
     """The run is the oracle: clients, pairs and parameters are equal. Its messages differ in the digits of a
     few numbers: bytes are within 3 in 100. The disk is what the run's directory holds at the most."""
     asked = experiment(place, **changes)
@@ -241,7 +241,7 @@ def test_an_upload_that_would_not_be_merged_is_said(place, tmp_path):
         dry_run(experiment(place, method=settings), tmp_path / "run")
 
 
-def test_the_command_tells_and_writes_nothing(place, tmp_path, monkeypatch):
+def test_the_command_prints_and_writes_nothing(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "exp.toml").write_text(tomli_w.dumps(small_experiment(place)))

@@ -241,7 +241,7 @@ def test_other_data_or_settings_are_not_resumed(place, tmp_path):
         run(experiment(place, seed=4), tmp_path / "run", resume=True)
 
 
-def test_the_settings_that_a_run_was_begun_with_are_in_its_commit(place, whole, tmp_path):
+def test_the_settings_that_a_run_started_with_are_in_its_commit(place, whole, tmp_path):
     """Without its ``config.toml`` it goes on with its own settings alone, and writes them again; a file that
     was edited is refused, but for where data and model lie, which are identified by their content."""
     run(experiment(place, rounds=1), tmp_path / "run")

@@ -274,7 +274,7 @@ def test_a_site_keeps_nothing_else(copied, changes, reason):
     assert kept(folder) == before
 
 
-def test_a_site_that_knows_another_order_asks_to_be_told(copied):
+def test_a_site_that_knows_another_order_asks_for_it(copied):
     _, folder, asks = copied
     before = kept(folder)
     assert asks(order="0" * 16) == {"unknown": True}

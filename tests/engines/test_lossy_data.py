@@ -115,7 +115,7 @@ def test_new_files_are_their_clients(place, finished, tmp_path):
     assert shown["clients"] == {"everybody": {"pairs": 8}}
 
 
-def test_a_site_tells_its_own_people_alone(tmp_path):
+def test_a_site_warns_only_its_own_people(tmp_path):
     """10 pairs of one worker, a file in a folder; with 3 of them too long the site says so, and the hub hears
     of 7 pairs and nothing else. The experiment that the run starts from is the hub's."""
     place = make_place(tmp_path)

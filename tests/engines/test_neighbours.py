@@ -213,7 +213,7 @@ def test_bytes_are_counted_per_copy(tmp_path):
     assert record["rho"] == pytest.approx(1 - 1 / 6)  # star: the smallest weight is 1/N
 
 
-def test_nobody_tells_its_neighbours_how_many_pairs_it_has():
+def test_neighbours_do_not_learn_how_many_pairs_a_client_has():
     """An upload that weighs n_i is withheld at the client: the rule is checked on both sides."""
     from prefed.engines.validation import validate_upload
 

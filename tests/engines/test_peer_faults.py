@@ -86,7 +86,7 @@ class Sleeps(Callback):
         (Sleeps(), "exceeded [engine] visit_timeout = 5 seconds in its visit"),
     ],
 )
-def test_a_peer_that_gives_up_tells_the_others(place, tmp_path, fails, why):
+def test_a_peer_that_gives_up_notifies_the_others(place, tmp_path, fails, why):
     """It lives, but does not go on. Peer 2 has no connection with it."""
     made = experiment(place)
     limit = {"visit_timeout": 5.0 if isinstance(fails, Sleeps) else 0.0}

@@ -126,7 +126,7 @@ def test_peers_that_do_not_agree_are_refused(place, tmp_path):
         assert "both have client 'w0'" in each.text
 
 
-def test_two_peers_with_one_rank_or_another_number_of_peers_are_told(tmp_path):
+def test_two_peers_with_one_rank_or_another_number_of_peers_are_refused(tmp_path):
     """Two that both beat as peer 1 would wait for each other's neighbours for ever."""
     port = free_port()
     ranks = [Place(rank, 3, "127.0.0.1", port) for rank in (0, 1, 1, 2)]
@@ -152,7 +152,7 @@ def test_who_comes_after_all_have_come_is_sent_away():
         late._wait_for_all(0.0)
 
 
-def test_what_a_peer_tells_must_be_of_its_kind():
+def test_what_a_peer_sends_must_be_of_its_kind():
     """The peer is named: an error of another kind would be laid at the door of whoever reads it."""
     meeting = Meeting(Place(0, 2))
     meeting._store = store = HashStore()

@@ -188,7 +188,7 @@ def test_the_summary_has_fedalas_weights(place):
     assert {value for blocks in exact.values() for value in blocks.values()} != {1.0}
 
 
-def test_methods_with_nothing_to_tell_of_blocks_tell_nothing(place):
+def test_methods_without_figures_of_blocks_report_none(place):
     assert "personal" not in summary_of(place / "fedrep")
     assert not (place / "fedrep/checkpoint/personal.json").exists()
 

@@ -86,7 +86,7 @@ def test_a_mean_that_would_give_one_small_client_away_leaves_it_out(tmp_path):
     assert figure["mean"] == pytest.approx(sum(figure["per_client"].values()) / len(SIZES.keys() - SMALL))
 
 
-def test_a_run_in_which_nobody_could_be_told_of_is_refused():
+def test_a_run_that_could_disclose_nobody_is_refused():
     with pytest.raises(
         ValueError, match=rf"minimum_pairs = 9: no metric .* no client has more than {MOST} test pairs"
     ):

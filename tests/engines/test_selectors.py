@@ -30,7 +30,7 @@ def play(path, backend=InProcess, resume=False, **changes):
     return server, RunReader(path).rounds(), listener.texts
 
 
-def test_the_log_tells_clusters_who_moved_and_each_selectors_loss(tmp_path):
+def test_the_log_has_clusters_who_moved_and_each_selectors_loss(tmp_path):
     """Groupings are in rounds 3 and 5. The means are those of what the clients' exchange gives, by hand."""
     server, rounds, warnings = play(tmp_path / "run")
     assert warnings == []
@@ -105,7 +105,7 @@ def test_a_newcomer_takes_the_selector_of_its_least_loss_on_its_training_pairs(t
         assert evaluate_newcomer(job, client, published, 5)["0"] == own
 
 
-def test_newcomers_tell_of_every_selector_and_small_clients_are_in_means_alone(tmp_path):
+def test_newcomers_report_every_selector_and_small_clients_are_in_means_alone(tmp_path):
     """The published selectors on a newcomer's pairs, without a step of its own."""
     job = replace(
         toy.build(toy.text(**OPTIONS)), unseen=NAMES[4:], evaluate=EvaluateConfig(unseen_steps=[0, 2])

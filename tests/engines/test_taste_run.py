@@ -87,7 +87,7 @@ def test_a_run_leaves_tastes_and_no_adapter(finished):
     assert plain["trust"]
 
 
-def test_a_run_tells_its_tastes_to_its_owner(finished):
+def test_a_run_writes_its_tastes_for_its_owner(finished):
     """What ``read_tastes`` finds, to three digits; a run that goes on has none until it ends."""
     path = finished / "tastes.json"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -101,7 +101,7 @@ def test_a_run_tells_its_tastes_to_its_owner(finished):
     assert read_run(finished).tastes == got
 
 
-def test_only_some_of_many_clients_are_told_of(finished):
+def test_only_some_of_many_clients_are_sent(finished):
     """Which of them, the seed decides; the others are in no row and no column."""
     opened = load_run(finished, data=True)
     goal = opened.experiment.method.settings.goal()
@@ -302,7 +302,7 @@ def test_what_is_to_know_of_a_taste_is_a_note(met):
     assert notes("population", "w1") == notes("w0", "w1") == ()
 
 
-def test_pairs_of_a_file_that_tell_a_taste_are_no_judged_training_pairs(met, place):
+def test_pairs_of_a_file_that_give_a_taste_are_not_judged(met, place):
     file = str(place / "train.jsonl")
     at_taste(met, f"infer:{file}")
     with pytest.raises(RunError, match="60 of the 60 pairs that the taste is inferred from are also"):

@@ -76,7 +76,7 @@ def known(path, name):
     return state["known"]
 
 
-def test_the_numbers_are_those_of_a_run_that_tells_nobody(got, place, tmp_path):
+def test_the_numbers_are_those_of_a_run_that_logs_to_no_tool(got, place, tmp_path):
     tree = small_experiment(place, rounds=ROUNDS)
     tree["method"]["name"] = "fedsdg"
     run(Experiment.model_validate(tree), tmp_path / "run")

@@ -260,7 +260,7 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_worker_is_not_told_of_devices_that_it_does_not_see(tmp_path):
+def test_a_worker_gets_no_devices_that_it_does_not_see(tmp_path):
     """It sees one alone, which is its cuda:0."""
     tree = {
         "data": {"train": "a.jsonl", "partition": {"by": "iid", "clients": 2}},

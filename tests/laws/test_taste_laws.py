@@ -123,7 +123,7 @@ def test_an_upload_has_two_latents_more_and_nothing_else(pairs):
         assert not any(secret in message for secret in secrets for message in sent)
 
 
-def test_a_client_tells_its_taste_under_the_model_that_all_got(pairs):
+def test_a_client_sends_its_taste_under_the_model_that_all_got(pairs):
     """Not under its own after the visit's steps, by which two clients of one taste may come to lie apart."""
     run = Federation("fedvpl", {}, pairs)
     start = run.model.initial
@@ -219,7 +219,7 @@ def test_prototypes_that_an_upload_brings_do_not_widen_the_bound_on_its_posterio
 
 
 @pytest.mark.parametrize("bias", [-1000.0, 1000.0])
-def test_a_selector_driven_to_an_end_still_tells_numbers(pairs, bias):
+def test_a_saturated_selector_still_gives_numbers(pairs, bias):
     """σ = e^±500 is 0 or infinite in float32, and so would be log σ̄² over one context: no client could ever
     send, nor train the bias back."""
     run = Federation("fedvpl", {}, pairs)

@@ -360,7 +360,7 @@ def test_the_settings_digest_covers_privacy_and_sampling():
     assert settings_digest(private.tables()) != settings_digest(tables)
 
 
-def test_a_cell_of_a_table_is_told_before_its_run():
+def test_a_cell_of_a_table_is_shown_before_its_run():
     """The bound of this row in the README of ``experiments/privacy``; a table without a name is refused."""
     path = str(Path(__file__).resolve().parents[2] / "experiments" / "privacy" / "noise.toml")
     got = CliRunner().invoke(app, ["privacy", path, "--cell", "central-2", "--json"])

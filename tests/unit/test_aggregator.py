@@ -128,7 +128,7 @@ def test_robust_rules(rule: str, expected: float) -> None:
         ("norm_clip", [(0, 0.1), (2, 0.2), (1, 0.1), (2, 0.1), (2, 0.3)]),
     ],
 )
-def test_steps_beside_the_model(rule: str, expected: list[tuple[float, float]]) -> None:
+def test_steps_next_to_the_model(rule: str, expected: list[tuple[float, float]]) -> None:
     """As :func:`test_robust_rules`, with weights whose sum is 0.8 before and after. The four of multi_krum
     have 0.1, 0.2, 0.1, 0.1; each becomes 8 / 5 times as much. ``max_norm`` bounds models, not steps."""
     values = [tensors(PLAIN, 0, 0, x, 0) for x in (0.0, 2.0, 1.0, 3.0, 1000.0)]

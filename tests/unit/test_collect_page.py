@@ -187,7 +187,7 @@ def test_forms_that_are_not_the_pages_change_nothing(place, path, fields, status
     assert not opened.judged()
 
 
-def test_a_body_whose_length_is_not_told_is_not_read(place):
+def test_a_body_without_a_length_is_not_read(place):
     _, links, _ = place
     browser = Browser(links[0])
     host, (cookie,) = browser.root.removeprefix("http://"), browser.cookies

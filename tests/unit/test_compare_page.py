@@ -184,7 +184,7 @@ def test_no_word_of_a_dotted_line_that_is_not_there(tmp_path):
     assert ["dotted line" in render_comparison(runs) for runs in (apart, alike)] == [False, True]
 
 
-def test_many_cases_are_drawn_as_far_as_they_can_be_told_apart(tmp_path, monkeypatch):
+def test_many_cases_are_drawn_as_far_as_they_can_be_distinguished(tmp_path, monkeypatch):
     """Of five the best two and the one that others are compared with; the tables have all."""
     monkeypatch.setattr(compare_page, "CURVES", 3)
     made = [

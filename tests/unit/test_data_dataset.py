@@ -321,7 +321,7 @@ class TestFolder:
             build_dataset(self.config(tmp_path), tokenizer(), Key(0), tmp_path / "t")
         assert (tmp_path / "t" / "thesis.txt").read_text() == "mine"
 
-    def test_damage_is_told(self, tmp_path):
+    def test_damage_is_named(self, tmp_path):
         build_dataset(self.config(tmp_path), tokenizer(), Key(0), tmp_path / "t")
         (tmp_path / "t" / "bounds.i64").write_bytes(b"123")
         with pytest.raises(DataError, match="delete it to rebuild it"):

@@ -262,7 +262,7 @@ def all_records(source, **settings):
     return records, counts, errors
 
 
-def test_missing_columns_are_told_at_the_first_row(tmp_path):
+def test_missing_columns_are_named_at_the_first_row(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines([{"text": "x", "label": 1}] * 3))
     with pytest.raises(DataError, match=r"a\.jsonl, row 1: no known format has the columns text, label; "):
@@ -322,7 +322,7 @@ def test_rows_limits_each_source(tmp_path):
     assert (len(records), counts.read) == (7, 7)
 
 
-def test_each_file_of_a_folder_tells_its_own_format(tmp_path):
+def test_each_file_of_a_folder_has_its_own_format(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(pairs(1)))
     shp = {"history": "Why?", "human_ref_A": "A", "human_ref_B": "B", "labels": 0, "domain": "askvet_test"}
     (tmp_path / "b.jsonl").write_bytes(lines([shp]))

@@ -28,7 +28,7 @@ def rows(ann, ben, long_ann=0, long_ben=0):
     return every
 
 
-def test_nothing_left_out_is_nothing_told(build):
+def test_without_rows_left_out_nothing_is_reported(build):
     assert data_notices(build(pairs(12, worker=lambda k: k % 2))) == ([], [])
 
 
@@ -136,7 +136,7 @@ def test_names_merged_in_a_group_are_one(build):
     assert data_notices(dataset) == ([], [])
 
 
-def test_blanks_around_a_name_are_told(build):
+def test_blanks_around_a_name_are_reported(build):
     (warning,) = data_notices(build(pairs(20, worker=lambda k: ["ann ", "ben"][k % 2])))[1]
     assert "spaces around them: 'ann '" in warning
     assert "'ann '" in warning

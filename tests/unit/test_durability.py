@@ -273,7 +273,7 @@ class Full:
         return os.write(handle, data[: None if self.left else 1])
 
 
-def test_a_full_disk_is_told_of_and_leaves_a_run_that_goes_on(
+def test_a_full_disk_is_reported_and_leaves_a_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full at each write of a run in turn: the first commit takes 3 writes, a round 5. The message has the

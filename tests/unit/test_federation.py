@@ -86,7 +86,7 @@ def test_private_states_are_their_owners_alone_and_damage_is_seen(tmp_path):
         vault.read("ward/7", "../../secret")
 
 
-def test_receipts_tell_nobody_whether_states_are_equal(tmp_path):
+def test_receipts_do_not_show_whether_states_are_equal(tmp_path):
     """Equal states of two clients, of two rounds and of two sites have different receipts."""
     one, other = Vault(tmp_path / "a", b"one"), Vault(tmp_path / "b", b"other")
     receipts = [
@@ -321,7 +321,7 @@ def test_what_a_site_refuses_is_in_its_log(site, message, reason):
     assert entry["what"] == "refused"
 
 
-def test_a_visit_of_an_unknown_run_is_asked_to_be_told(site):
+def test_a_visit_of_an_unknown_run_asks_for_the_run(site):
     answer = site.answer(request(kind="visit", client="w0", round=1, exchange="train", asked=0, order="x"))
     assert unpack(answer)[0] == {"unknown": True}
 

@@ -147,7 +147,7 @@ def test_another_split_cannot_make_private_tensors_shared(opens, tmp_path):
     assert "method.shared_layers = 2, which was 1" in say("join", experiment=other)["refused"]
 
 
-def test_a_run_may_have_more_rounds_and_its_site_is_told_again(opens, tmp_path):
+def test_a_run_may_have_more_rounds_and_its_site_is_asked_again(opens, tmp_path):
     """What the site agreed to before does not count for the longer run: it must be started again, or a visit
     would be of another experiment than its digest says."""
     say, longer = opens(asked(tmp_path)), asked(tmp_path, rounds=9)
@@ -157,7 +157,7 @@ def test_a_run_may_have_more_rounds_and_its_site_is_told_again(opens, tmp_path):
     assert "receipt" in say("visit", 8, round=9, order=order_digest(longer, MEMBERS, []))
 
 
-def test_a_name_that_is_told_often_is_one_client(opens, tmp_path):
+def test_a_name_that_is_sent_often_is_one_client(opens, tmp_path):
     """The cohort must have two clients, and the hub names one of them many times."""
     say = opens(asked(tmp_path), minimum_cohort=2)
     refused = say("start", members=["w0"] * 50, unseen=[])["refused"]

@@ -108,7 +108,7 @@ def test_data_of_another_run_are_no_reason(tmp_path, monkeypatch):
         ({}, False, "(?s)a worker process failed:\nTraceback .*KeyError: 'experiment'"),
     ],
 )
-def test_a_process_that_trains_tells_what_a_person_can_mend(text, known, message):
+def test_a_process_that_trains_says_what_a_person_can_mend(text, known, message):
     worker = Worker()
     worker.build(JobFactory("prefed.networks.federation.experiment:build_site_job", json.dumps(text)), 1)
     with pytest.raises(WorkerError, match=message) as caught:

@@ -65,7 +65,7 @@ def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone(
     assert backend.away == set()
 
 
-def test_a_site_that_forgot_the_run_is_told_of_it_before_it_gets_models():
+def test_a_site_that_forgot_the_run_learns_of_it_before_it_gets_models():
     """A restarted one receives the run and its states. One that does not know the run even then is named,
     as is one that went; with a message for two clients and another for a third there are three requests."""
 

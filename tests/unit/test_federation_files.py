@@ -120,7 +120,7 @@ def test_a_file_that_is_not_there_is_no_experiment(tmp_path, load, remedy):
         ),
     ],
 )
-def test_what_is_not_there_is_told_before_the_hub_asks(tmp_path, lines, message):
+def test_what_is_not_there_is_named_before_the_hub_asks(tmp_path, lines, message):
     path = tmp_path / "site.toml"
     (tmp_path / "here.jsonl").touch()
     model = "" if "model.name" in lines else "model.name = 'm'\n"

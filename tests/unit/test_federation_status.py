@@ -71,7 +71,7 @@ def test_a_hub_does_not_break_the_status(tmp_path, name):
     assert not any("nothing was sent" in line for line in lines)
 
 
-def test_an_administrator_is_told_whom_the_hub_knows_as_whom(tmp_path, monkeypatch):
+def test_an_administrator_sees_whom_the_hub_knows_as_whom(tmp_path, monkeypatch):
     """Two clients of a site that reports pseudonyms, those of ``reported_names``; the ledger of noise has the
     clients' own names."""
     data = FederatedDataset.without_pairs(dict.fromkeys(["w1", ADA], ClientSizes(8, 0, 2)))
@@ -94,7 +94,7 @@ def test_an_administrator_is_told_whom_the_hub_knows_as_whom(tmp_path, monkeypat
     ]
 
 
-def test_a_site_that_tells_names_has_none_to_explain(tmp_path):
+def test_a_site_that_sends_names_has_none_to_explain(tmp_path):
     folder = tmp_path / "site-w0" / "runs" / RUN
     files.private_folder(folder)
     (folder / "order.json").write_bytes(files.dumps_with_digest({"names": {"w1": "w1"}}))

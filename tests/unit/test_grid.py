@@ -105,7 +105,7 @@ def test_numbers_come_through_a_grid_as_they_are(numbers):
     assert len({each.name for each in combinations}) == len(numbers)
 
 
-def test_names_of_folders_are_safe_and_tell_combinations_apart():
+def test_names_of_folders_are_safe_and_distinguish_combinations():
     """A number is written in one way; a text that cannot be a folder's name becomes a digest; keys with the
     same end are written out."""
     assert [each.name for each in parse_grid(["method.lr=1e-3,0.01"])] == ["lr0.001", "lr0.01"]
@@ -117,7 +117,7 @@ def test_names_of_folders_are_safe_and_tell_combinations_apart():
     assert both.name == "method.lr0.1-align.lr0.2"
 
 
-def test_what_no_grid_can_be_made_of_is_told_before_anything_runs(path, tmp_path, subtests):
+def test_what_no_grid_can_be_made_of_is_refused_before_anything_runs(path, tmp_path, subtests):
     for words, message in (
         (["--grid", "method.lrr=1e-4,1"], "--grid method.lrr=1e-4: method.lrr: no such key; did you mean"),
         (["--grid", "method.lr=1,fast"], "--grid method.lr=fast: method.lr = 'fast': should be"),

@@ -207,7 +207,7 @@ def text_files() -> Iterator[Path]:
                 yield path
 
 
-def test_what_lies_beside_the_repository_is_named_in_one_place() -> None:
+def test_what_is_next_to_the_repository_is_named_in_one_place() -> None:
     other = "../" + "shared"
     allowed = {ROOT / "tests" / "conftest.py"}
     matches = [

@@ -214,7 +214,7 @@ def test_extremes_stay_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_batch_statistics_is_told_truly(name: str) -> None:
+def test_batch_statistics_is_declared_correctly(name: str) -> None:
     """The loss of a batch is the losses of its halves if and only if no statistic runs over the batch."""
     batch = wide(1, 6, reward=10.0)
     assert batch.reference_chosen is not None
@@ -229,7 +229,7 @@ def test_batch_statistics_is_told_truly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_needs_are_told_truly(name: str) -> None:
+def test_needs_are_declared_correctly(name: str) -> None:
     """An objective works without what it says it does not need, and names what it does."""
     loss, full = OBJECTIVES[name], wide(2)
     less = replace(

@@ -10,7 +10,7 @@ import pytest
 from prefed.runs import summary
 
 
-def test_the_machine_and_the_moment_are_told() -> None:
+def test_the_machine_and_the_moment_are_named() -> None:
     """Memory is pages times their size; the name of the processor is a line of /proc/cpuinfo if it exists."""
     before = datetime.now(UTC).replace(microsecond=0)
     got = summary.describe_origin({})
@@ -22,7 +22,7 @@ def test_the_machine_and_the_moment_are_told() -> None:
     assert hardware["processor"]
 
 
-def test_a_system_that_names_no_processor_tells_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_names_no_processor_gives_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> str:
         raise FileNotFoundError
 
@@ -46,5 +46,5 @@ def test_a_system_that_names_no_processor_tells_its_kind(monkeypatch: pytest.Mon
         (["-c"], "-c"),
     ],
 )
-def test_arguments_of_other_programs_are_not_told(words: list[str], command: str) -> None:
+def test_arguments_of_other_programs_are_not_shown(words: list[str], command: str) -> None:
     assert summary.command(words) == command

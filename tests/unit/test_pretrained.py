@@ -186,7 +186,7 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cuda:0", "cuda:3", "gpu", 0])
-def test_a_device_of_another_name_is_told_what_there_is(name, monkeypatch):
+def test_the_error_for_an_unknown_device_lists_what_there_is(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"'auto', 'cpu', 'cuda', 'mps'; this machine has cpu") as error:
@@ -462,7 +462,7 @@ def test_what_transformers_warns_of_is_logged_once(tmp_path, caplog, monkeypatch
     assert "transformers warns: Unrecognized keys in `rope_parameters`" in record.getMessage()
 
 
-def test_an_adapter_beside_the_weights_is_refused(tmp_path):
+def test_an_adapter_next_to_the_weights_is_refused(tmp_path):
     """Transformers would add it to the model without a word."""
     changed_weights(tmp_path / "m", lambda weights: weights)
     (tmp_path / "m" / "adapter_config.json").write_text('{"peft_type": "LORA"}')

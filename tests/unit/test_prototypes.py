@@ -204,7 +204,7 @@ def test_bounds_leave_honest_posteriors_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_the_first_to_tell_is_bounded_too(others: int) -> None:
+def test_the_first_to_send_is_bounded_too(others: int) -> None:
     """Among one or two posteriors the upper median would be the liar's own length. In 4 dimensions √d = 2,
     three times that is 6, and a prototype may be longer. An honest mean and variance are left as they are."""
     liar = Posterior(torch.tensor([0.0, 0.0, 0.0, 1e30]), torch.full((4,), 1e30))

@@ -78,7 +78,7 @@ def test_private_text_for_this_machine_goes_to_no_proxy(set_proxies, name):
         assert seen == ["http://judge.example.org/v1/chat/completions"]
 
 
-def test_other_libraries_are_told_by_no_proxy(set_proxies, monkeypatch):
+def test_other_libraries_get_no_proxy(set_proxies, monkeypatch):
     """What the environment lists already stays, and without a proxy nothing is set."""
     assert direct_here() == {}
     with serving(lambda text, number: answer("A")) as server, proxy() as (url, seen):

@@ -224,7 +224,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong_in_it(tmp_path, damage, mess
     assert str(error.value).startswith(str(path))
 
 
-def test_an_unfinished_run_is_told_how_to_go_on(tmp_path):
+def test_an_unfinished_run_says_how_to_go_on(tmp_path):
     path = write_run(tmp_path / "a run", fingerprint={})
     (path / "summary.json").unlink()
     with pytest.raises(RunError) as error:
@@ -233,7 +233,7 @@ def test_an_unfinished_run_is_told_how_to_go_on(tmp_path):
     assert str(error.value).endswith(f"prefed run '{path}/config.toml' --out '{path}' --resume")
 
 
-def test_a_misspelt_directory_is_told_the_nearest(tmp_path):
+def test_the_error_for_a_misspelt_directory_names_the_nearest(tmp_path):
     write_run(tmp_path / "feddpo-seed1")
     with pytest.raises(RunError, match=r"no such directory; did you mean .*feddpo-seed1\?"):
         read_run(tmp_path / "feddpo-sed1")
@@ -352,7 +352,7 @@ def test_the_engine_is_no_difference(tmp_path):
     assert disagreements([first, other]) == {}
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_runs_of_one_name_are_distinguished(tmp_path):
     paths = [write_run(tmp_path / folder / "run") for folder in ("x", "y")]
     assert labels([read_run(path) for path in paths]) == ["x/run", "y/run"]
     assert labels([read_run(paths[0])]) == ["run"]

@@ -69,7 +69,7 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
     assert "|bob||0.750||0.500||0|||" in page
 
 
-def test_what_clients_told_is_shown_and_warned_of_where_it_is_not_their_taste() -> None:
+def test_what_clients_sent_is_shown_with_a_warning_where_it_is_not_their_taste() -> None:
     """0.75 with own z: 0.625 is 0.125 below it, 0.7 is near."""
     far, near = ({**MEASURED, "sent": got} for got in (0.625, 0.7))
     assert "62.5%" in dict(tastes.tastes_facts(far))["accuracy with the z sent to the server"]

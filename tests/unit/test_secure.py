@@ -110,7 +110,7 @@ def test_the_mean_is_that_of_fixed_point():
     assert np.abs(mean - plain).max() <= 2.0**-25
 
 
-def test_two_sums_that_differ_by_one_client_tell_its_numbers():
+def test_two_sums_that_differ_by_one_client_reveal_its_numbers():
     """What no mask prevents: the others send the same numbers again, as a visit that is done again does, and
     the server says that one dropped out. The difference is that client's numbers, exact in fixed point."""
     first, second = Federation(4, size=50), Federation(4, size=50)

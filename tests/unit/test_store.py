@@ -149,7 +149,7 @@ def test_the_page_of_a_start_that_was_taken_back_is_no_obstacle(tmp_path):
     play(tmp_path / "run", 1)
 
 
-def test_resuming_nothing_is_refused_with_the_runs_beside_it(tmp_path):
+def test_resuming_nothing_is_refused_with_the_runs_next_to_it(tmp_path):
     """A mistyped directory, one that is empty, and one among runs of other names; nothing is made there."""
     with pytest.raises(
         StoreError, match=r"mine contains no run to resume; to start a new run, omit --resume \(resume=True\)"
@@ -194,7 +194,7 @@ def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path, monkeypa
         RunWriter(tmp_path / "run")
 
 
-def test_a_run_that_lost_its_checkpoint_is_told_so(tmp_path):
+def test_the_error_says_that_a_run_lost_its_checkpoint(tmp_path):
     play(tmp_path / "run", 1)
     (tmp_path / "run/checkpoint").rename(tmp_path / "elsewhere")
     for resume in (False, True):
@@ -367,7 +367,7 @@ def test_private_states_are_their_owners_to_read(tmp_path):
     assert private[-1].stat().st_mode & 0o777 == 0o700
 
 
-def test_a_run_that_lost_its_commit_is_damaged_and_not_begun_again(tmp_path):
+def test_a_run_that_lost_its_commit_is_damaged_and_not_started_again(tmp_path):
     """Round 0 is committed before the log's first line: a log without a commit was not left by a kill."""
     play(tmp_path / "run", 2)
     before = content(tmp_path / "run")

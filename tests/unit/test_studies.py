@@ -119,7 +119,7 @@ def test_delays_and_the_ways_in_which_they_count(tmp_path):
     }
 
 
-def test_topologies_beside_the_curves_of_theory(tmp_path):
+def test_topologies_next_to_the_curves_of_theory(tmp_path):
     """Errors that are a tenth of the noise's formula lie on its curve: section 3's numbers for N = 5."""
     factors = {"star": (9.3333, 5.3333, 0.8), "path": (7.6667, 3.6667, 0.8727), "complete": (4.0, 0.0, 0.0)}
     for name, (before, after, rho) in factors.items():

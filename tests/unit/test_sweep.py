@@ -291,7 +291,7 @@ def test_as_many_runs_as_jobs_are_under_way(tmp_path):
     ]
 
 
-def test_what_fails_is_told_and_the_other_cells_go_on(tmp_path):
+def test_what_fails_is_named_and_the_other_cells_go_on(tmp_path):
     """A later call for one cell puts it next to the existing ones, in the table's order."""
 
     class Breaks(Toy):
@@ -379,7 +379,7 @@ def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
     until(lambda: not alive(number), "the command's end")
 
 
-def test_runs_share_a_folder_beside_them_or_the_users_own(tmp_path, monkeypatch):
+def test_runs_share_a_folder_next_to_them_or_the_users_own(tmp_path, monkeypatch):
     run = sweep_child.SweepRun(None, tmp_path / "table" / "cell-seed1")
     monkeypatch.delenv("PREFED_REFERENCE", raising=False)
     assert sweep_child._environment(run)["PREFED_REFERENCE"] == str(tmp_path / "table" / "reference")

@@ -112,7 +112,7 @@ def test_a_message_obeys_no_character_that_it_quotes(capsys):
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, 120), ("70", 70), ("200", 200)])
-def test_a_pipe_is_120_wide_unless_it_is_told_otherwise(monkeypatch, columns, width):
+def test_a_pipe_is_120_wide_unless_set_otherwise(monkeypatch, columns, width):
     if columns is None:
         monkeypatch.delenv("COLUMNS", raising=False)
     else:

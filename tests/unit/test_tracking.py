@@ -118,7 +118,7 @@ def test_no_failure_ends_a_run(tmp_path, fake, what):
 
 
 @given(st.lists(st.tuples(st.sampled_from(["begin", "log", "finish", ""]), st.booleans()), max_size=12))
-def test_every_round_is_told_once_whatever_fails_and_stops(tmp_path_factory, course):
+def test_every_round_is_logged_once_whatever_fails_and_stops(tmp_path_factory, course):
     """A law: at each round the tool may fail in one place and the process may be killed and started again. In
     the end each round was logged once, in order, in one run of the tool, and the summary once."""
     folder = tmp_path_factory.mktemp("run")
@@ -141,7 +141,7 @@ def test_every_round_is_told_once_whatever_fails_and_stops(tmp_path_factory, cou
     assert json.loads((folder / STATE).read_text())["fake"]["logged"] == rounds
 
 
-def test_a_run_taken_back_is_told_again_from_there(tmp_path, fake):
+def test_a_run_taken_back_is_logged_again_from_there(tmp_path, fake):
     """Peers go back to the last round that all of them have: here from 3 to 1."""
     tool = tracking(tmp_path, fake, [])
     for number in (1, 2, 3):
@@ -210,7 +210,7 @@ def test_training_that_is_done_again_is_a_new_run_in_a_tool(tmp_path, fake):
     assert fake.rounds == [1, 1]
 
 
-def test_numbers_beside_the_summary_of_a_run_that_was_told(tmp_path, fake):
+def test_numbers_next_to_the_summary_of_a_logged_run(tmp_path, fake):
     """In the same run of the tool, in which no round is logged again and the end is kept."""
     tool = tracking(tmp_path, fake, [])
     for number in (1, 2, 3):
@@ -225,7 +225,7 @@ def test_numbers_beside_the_summary_of_a_run_that_was_told(tmp_path, fake):
 
 
 @given(st.recursive(st.text() | st.booleans() | st.none(), lambda inner: st.dictionaries(st.text(), inner)))
-def test_of_an_alignment_nothing_but_numbers_is_told(other):
+def test_of_an_alignment_only_numbers_are_logged(other):
     """Whatever else the stages say, such as how many prompts clients hold, the figures are the same."""
     train = {"epochs": [{"epoch": 1, "loss": 0.5}], "kept": 1}
     said = {"prompts": {"kept": 2, "clients": 7, "other": other}, "tastes": {"clients": 3}, "policy": other}
@@ -235,7 +235,7 @@ def test_of_an_alignment_nothing_but_numbers_is_told(other):
     }
 
 
-def test_without_clients_nothing_told_names_one(tmp_path, fake):
+def test_without_clients_nothing_logged_names_one(tmp_path, fake):
     tool = tracking(tmp_path, fake, [], clients=False)
     tool.finish(SUMMARY, lambda: "<html>ann</html>")
     (got,) = fake.got
@@ -346,7 +346,7 @@ def test_a_starting_file_has_the_keys_behind_comments():
     assert Experiment.parse(text).track is None
 
 
-def test_a_finished_run_can_be_told_of_later(tmp_path, fake, monkeypatch):
+def test_a_finished_run_can_be_logged_later(tmp_path, fake, monkeypatch):
     """All rounds, the summary, and a page that holds nothing but what may leave."""
     run = write_run(tmp_path / "run", fingerprint={})
     monkeypatch.setattr(reader, "read_commit", lambda folder: reader.Commit(2, {}, {}))

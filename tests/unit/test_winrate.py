@@ -22,7 +22,7 @@ from prefed.train.metrics.winrate import (
 OUTCOMES = st.lists(st.sampled_from([1.0, 0.5, 0.0, None]), min_size=1, max_size=40)
 
 
-def test_the_papers_figure_stands_beside_the_rate_with_halves():
+def test_the_papers_figure_is_next_to_the_rate_with_halves():
     """FedBiscuit's first row: 4,408 wins and 28 ties of 6,553. Wins / judged is its 67.27%, and half of the
     ties add 14 / 6,553."""
     rate = win_rate([1.0] * 4408 + [0.5] * 28 + [0.0] * 2117)
