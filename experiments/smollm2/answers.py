@@ -3,10 +3,11 @@
     python experiments/smollm2/answers.py
     python experiments/smollm2/answers.py --out FOLDER
 
-For each taste, six clients want it, on the topics of ``prefed.data.advice``: 40 pairs to train and 6 to test
-per client, and no question of a test pair is one of a training pair. Another 60 questions are on no topic of
-a pair. Writes them to ``answers.prompts.jsonl``, and the pairs to ``answers.TASTE.train.jsonl`` and
-``answers.TASTE.test.jsonl``.
+For each taste, six clients want it and six want the opposite, on the topics of ``prefed.data.advice``: 40
+pairs to train and 6 to test per client, and no question of a test pair is one of a training pair. Another 60
+questions are on no topic of a pair. Writes them to ``answers.prompts.jsonl``, the pairs of the six who want
+the taste to ``answers.TASTE.train.jsonl`` and ``answers.TASTE.test.jsonl``, and those of all twelve to
+``answers.TASTE-opposed.train.jsonl`` and ``answers.TASTE-opposed.test.jsonl``.
 
 :func:`utility` scores an answer for a taste. It counts words, so it cannot be fooled by a label.
 """
@@ -17,6 +18,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from prefed.data import advice
 HERE = Path(__file__).resolve().parent
 TASTES = ("brief", "formal", "lists")
 CLIENTS = 6
+OPPOSITE = "not-"
 PAIRS = {"train": 40, "test": 6}
 SKILLS = (
     *("drawing", "singing", "dancing", "writing", "sewing", "baking", "painting", "skating", "fishing"),
@@ -55,14 +58,18 @@ def utility(taste: str, text: str) -> float:
     r"""How much an answer is to a taste; an empty one is worth less than any other.
 
     ``brief``: minus the words. ``formal``: formal turns of phrase less casual ones, per word. ``lists``: the
-    share of lines that are items of a list.
+    share of lines that are items of a list. An opposite such as ``not-brief`` has minus the utility.
 
     >>> utility("brief", "Go to bed early."), utility("lists", "- Go to bed.\n- Get up.")
     (-4.0, 1.0)
+    >>> utility("not-brief", "Go to bed early."), utility("not-brief", "")
+    (4.0, -inf)
     """
     words = len(text.split())
     if not words:
         return -float("inf")
+    if taste.startswith(OPPOSITE):
+        return -utility(taste.removeprefix(OPPOSITE), text)
     if taste == "brief":
         return -float(words)
     if taste == "formal":
@@ -87,19 +94,29 @@ def answers(generator: np.random.Generator, topic: tuple[str, ...], taste: str) 
     return first, long
 
 
+def taste_of(client: str) -> str:
+    """The taste of a client.
+
+    >>> taste_of("not-brief-3")
+    'not-brief'
+    """
+    return client.rpartition("-")[0]
+
+
 def pairs(taste: str, key: Key) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield split and row of every pair."""
+    """Yield split and row of every pair; the six clients who want the taste come first."""
     topics = advice._TOPICS
     parts = {"train": topics[: -advice.TESTED], "test": topics[-advice.TESTED :]}
-    for number in range(CLIENTS):
-        client = f"{taste}-{number}"
+    for wanted, number in product((taste, f"{OPPOSITE}{taste}"), range(CLIENTS)):
+        client = f"{wanted}-{number}"
         generator = key.at(taste, client).numpy()
         for split, count in PAIRS.items():
             known = parts[split]
             asked = [(topic, form) for form in ASKED for topic in known]
             for place in generator.permutation(len(asked))[:count]:
                 topic, form = asked[place]
-                chosen, rejected = answers(generator, topic, taste)
+                both = answers(generator, topic, taste)
+                chosen, rejected = both if wanted == taste else both[::-1]
                 prompt = [{"role": "user", "content": form.format(topic[0])}]
                 yield split, {"prompt": prompt, "chosen": chosen, "rejected": rejected, "client": client}
 
@@ -121,7 +138,9 @@ def main() -> None:
     tables: dict[str, list[dict[str, Any]]] = {"prompts": prompts()}
     for taste in TASTES:
         for split, row in pairs(taste, Key(7)):
-            tables.setdefault(f"{taste}.{split}", []).append(row)
+            tables.setdefault(f"{taste}-opposed.{split}", []).append(row)
+            if taste_of(row["client"]) == taste:
+                tables.setdefault(f"{taste}.{split}", []).append(row)
     for name, rows in tables.items():
         path = args.out / f"answers.{name}.jsonl"
         files.write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

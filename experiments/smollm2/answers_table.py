@@ -3,35 +3,53 @@
     python experiments/smollm2/answers_table.py runs/answers/*/answers/*/*
     python experiments/smollm2/answers_table.py runs/answers/*/answers/*/* --read 5
 
-After rounds 1, 2, 4, … and the last, the shared model answers the held-out questions, and ``utility`` of
-``answers.py`` compares each answer with the base model's. The table has, as means over seeds: the win rate (a
-tie is half a win), the shares that end, that loop and that are about the model itself ("I'm not a singing
-AI."), the words, the median surprise in nats a token, and the mean change of the log-probability of chosen
-responses. The 95% interval of the win rate is over seeds or over questions, whichever is wider. ``--chosen``
-adds the surprise of the chosen responses of test pairs. ``--read N`` prints the answers to the first N
-questions instead, of the first seed.
+After rounds 1, 2, 4, … and the last, models answer the held-out questions, and ``utility`` of ``answers.py``
+compares each answer with the base model's. A client's own model answers for the clients who want the same;
+otherwise the shared model does, for each taste. The table has, as means over seeds: the win rate (a
+tie is half a win), the health of text (``docs/run-directory.md``; tokens are those of the text, encoded
+again), the share of answers that are about the model itself ("I'm not a singing AI."), the words, the mean
+change of the log-probability of chosen responses over all clients, and preference and reward accuracy on the
+test pairs of those who want the same. The 95% interval of the win rate is over seeds or over questions,
+whichever is wider. ``--pool`` has means over tastes, and its seeds are runs.
+``--chosen`` adds the surprise of the chosen responses of test pairs. ``--read N`` prints the answers to the
+first N questions instead, of the first seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import answers
+from transformers import AutoTokenizer
 
 from prefed import load_run
 from prefed.runs.finished_run import Answer, RunRecord, read_run
 from prefed.train.metrics import seed_interval
 from prefed.train.metrics.intervals import wilson_interval
-from prefed.train.metrics.text import loops
+from prefed.train.metrics.text import WrittenAnswer, text_health, without_numbers
 
 HEADS = (
-    *("model", "taste", "method", "rate", "round", "seeds", "win rate", "end", "loop", "about itself"),
-    *("words", "surprise", "chosen shift"),
+    *(
+        "model",
+        "clients",
+        "who want",
+        "method",
+        "objective",
+        "rate",
+        "round",
+        "seeds",
+        "win rate",
+        "end",
+        "loop",
+    ),
+    *("distinct-2", "about itself", "words", "surprise", "chosen shift", "preference accuracy"),
+    "reward accuracy",
 )
 ITSELF = re.compile(r"\b(?:AI|language model|I(?:'m| am) (?:not|sorry|an?))\b")
 
@@ -40,10 +58,12 @@ class Line(NamedTuple):
     """What a line of the table is about; ``round`` is 0 for the base model."""
 
     model: str
+    setting: str
     taste: str
-    method: str
-    rate: float
-    round: int
+    method: str = ""
+    objective: str = ""
+    rate: float = 0.0
+    round: int = 0
 
 
 class Figures(NamedTuple):
@@ -52,45 +72,89 @@ class Figures(NamedTuple):
     wins: float
     ends: float
     loops: float
+    distinct: float
     itself: float
     words: float
     surprise: float
-    shift: float | None
+    shift: float | None = None
+    preference: float | None = None
+    reward: float | None = None
+
+
+@cache
+def tokenizer_of(model: str) -> Any:
+    """The tokenizer of a model."""
+    return AutoTokenizer.from_pretrained(model)
+
+
+def written(answer: Answer, tokenizer: Any) -> WrittenAnswer:
+    """An answer of a run, with its tokens."""
+    tokens = tokenizer(answer.text, add_special_tokens=False)["input_ids"]
+    ended, surprise = bool(answer.ended), answer.surprise or 0.0
+    return WrittenAnswer(
+        answer.prompt, answer.text, tokens, ended, surprise, without_numbers(tokenizer, tokens)
+    )
+
+
+def measured(run: RunRecord, name: str, number: int, clients: Sequence[str]) -> float | None:
+    """Mean over clients of a metric of a round, of those that were evaluated; or the metric of all."""
+    value = run.rounds[number - 1].get("evaluation", {}).get(name) if number else None
+    if isinstance(value, float) or value is None:
+        return value
+    known = [value["per_client"][client] for client in clients if client in value["per_client"]]
+    return fmean(known) if known else None
 
 
 def lines(run: RunRecord) -> Iterator[tuple[Line, Figures, list[Answer]]]:
     """The lines of a run, their figures and answers: the base model's, then those after each round."""
-    found = re.search(r"answers\.(\w+)\.", str(run.config["data"]["train"]))
+    found = re.search(r"answers\.([\w-]+)\.train", str(run.config["data"]["train"]))
     if found is None:
         raise SystemExit(f"{run.path}: not a run of answers.toml")
-    by: dict[int, list[Answer]] = {}
+    model, method = run.config["model"]["name"], run.config["method"]
+    clients: dict[str, list[str]] = {}
+    for client in run.summary["clients"]:
+        clients.setdefault(answers.taste_of(client), []).append(client)
+    before = {answer.prompt: answer.text for answer in run.answers if not answer.round}
+    own = {answer.round for answer in run.answers if answer.model == "own"}
+    by: dict[tuple[int, str], list[Answer]] = {}
     for answer in run.answers:
-        by.setdefault(answer.round, []).append(answer)
-    before = {answer.prompt: answers.utility(found[1], answer.text) for answer in by[0]}
-    shifts = dict(zip(*run.curve("chosen_shift"), strict=True))
-    model, method = Path(run.config["model"]["name"]).name, run.config["method"]
-    for number, read in sorted(by.items()):
-        line = Line(model, found[1], f"{method['name']}, {method['objective']}", method["lr"], number)
-        values = [(answers.utility(found[1], answer.text), before[answer.prompt]) for answer in read]
-        signs = [re.findall(r"[^\W\d]+|\S", answer.text) for answer in read]
+        if answer.client or answer.round not in own:
+            tastes = [answers.taste_of(answer.client)] if answer.client else clients
+            for taste in tastes:
+                by.setdefault((answer.round, taste), []).append(answer)
+    for (number, taste), read in sorted(by.items()):
+        values = [
+            (answers.utility(taste, answer.text), answers.utility(taste, before[answer.prompt]))
+            for answer in read
+        ]
+        health = text_health([written(answer, tokenizer_of(model)) for answer in read])
         figures = Figures(
-            fmean(0.5 if own == base else float(own > base) for own, base in values),
-            fmean(bool(answer.ended) for answer in read),
-            fmean(map(loops, signs)),
+            fmean(0.5 if new == base else float(new > base) for new, base in values),
+            *(health["ends"], health["loops"], health["distinct_2"]),
             fmean(ITSELF.search(answer.text) is not None for answer in read),
             fmean(len(answer.text.split()) for answer in read),
-            median(answer.surprise for answer in read if answer.surprise is not None),
-            shifts.get(number),
+            health["surprise"],
+            measured(run, "chosen_shift", number, clients[taste]),
+            measured(run, "preference_accuracy", number, clients[taste]),
+            measured(run, "reward_accuracy", number, clients[taste]),
         )
-        yield line if number else Line(model, found[1], "", 0.0, 0), figures, read
+        how = (method["name"], method["objective"], method["lr"], number) if number else ()
+        yield Line(Path(model).name, found[1], taste, *how), figures, read
 
 
-def chosen_surprise(run: Path) -> float:
-    """Median surprise of the chosen responses of a run's test pairs, in nats a token."""
+def chosen_surprise(run: Path, taste: str) -> float:
+    """Median surprise of the responses that clients with a taste chose in test pairs, in nats a token."""
     trainers = load_run(run, data=True).trainers
-    scores = [trainers.score(client, trainers.backbone.reference, "test") for client in trainers.clients]
+    clients = [client for client in trainers.clients if answers.taste_of(client) == taste]
+    scores = [trainers.score(client, trainers.backbone.reference, "test") for client in clients]
     pairs = [pair for each in scores for pair in zip(each.reference[:, 0], each.lengths[:, 0], strict=True)]
     return median(-logp / length for logp, length in pairs)
+
+
+def mean(some: Iterable[float | None], form: str) -> str:
+    """The mean of the known values, as the format has it; empty if there is none."""
+    known = [value for value in some if value is not None]
+    return format(fmean(known), form) if known else ""
 
 
 def row(line: Line, some: Sequence[Figures], answered: int) -> tuple[str, ...]:
@@ -98,21 +162,13 @@ def row(line: Line, some: Sequence[Figures], answered: int) -> tuple[str, ...]:
     won = [each.wins for each in some]
     both = [wilson_interval(fmean(won), answered), seed_interval(won, within=(0.0, 1.0))]
     low, high = max((each for each in both if each), key=lambda each: each[1] - each[0])
-    *others, shifts = zip(*some, strict=True)
-    wins, ends, looping, itself, words, surprise = map(fmean, others)
-    known = [shift for shift in shifts if shift is not None]
+    forms = (".1%", ".1%", ".1%", ".2f", ".1%", ".1f", ".2f", "+.1f", ".3f", ".3f")
+    wins, *others = (mean(values, form) for values, form in zip(zip(*some, strict=True), forms, strict=True))
     return (
-        *(
-            line.model,
-            line.taste,
-            line.method,
-            f"{line.rate:g}" if line.rate else "",
-            str(line.round),
-            str(len(some)),
-        ),
-        f"{wins:.1%} [{low:.1%}, {high:.1%}]" if line.round else "",
-        *(f"{ends:.1%}", f"{looping:.1%}", f"{itself:.1%}", f"{words:.1f}", f"{surprise:.2f}"),
-        f"{fmean(known):+.1f}" if known else "",
+        *(line.model, line.setting, line.taste, line.method, line.objective),
+        *(f"{line.rate:g}" if line.rate else "", str(line.round), str(len(some))),
+        f"{wins} [{low:.1%}, {high:.1%}]" if line.round else "",
+        *others,
     )
 
 
@@ -124,10 +180,14 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--read", type=int, metavar="N")
     parser.add_argument("--chosen", action="store_true")
+    parser.add_argument("--pool", action="store_true")
     args = parser.parse_args()
     found: dict[Line, list[tuple[Figures, list[Answer], Path]]] = {}
     for folder in args.folders:
         for line, figures, read in lines(read_run(folder)):
+            if args.pool:
+                setting, taste = (re.sub("|".join(answers.TASTES), "any", text) for text in line[1:3])
+                line = line._replace(setting=setting, taste=taste)
             found.setdefault(line, []).append((figures, read, folder))
     if args.read is None:
         for words in (HEADS, ["---"] * len(HEADS)):
@@ -137,9 +197,8 @@ def main() -> None:
         if args.read is None:
             print("|", " | ".join(row(line, [figures for figures, _, _ in seeds], len(first))), "|")
             if args.chosen and not line.round:
-                print(
-                    f"| | {line.taste} | chosen responses | | | | | | | | | {chosen_surprise(folder):.2f} | |"
-                )
+                surprise = chosen_surprise(folder, line.taste)
+                print(f"| | {line.setting} | {line.taste} | surprise of chosen responses: {surprise:.2f} |")
         else:
             print("\n" + ", ".join(str(each) for each in line))
             for answer in first[: args.read]:
