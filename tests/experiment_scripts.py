@@ -36,5 +36,6 @@ def script(name: str, *arguments: Any, fails: bool = False) -> str:
 
 
 def rows(path: Path) -> list[Any]:
-    """The rows of a gzipped file of JSON lines."""
-    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().split("\n") if line]
+    """The rows of a file of JSON lines, gzipped or not."""
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [json.loads(line) for line in content.decode().split("\n") if line]

@@ -515,6 +515,31 @@ def test_policies_with_faults_and_an_interval_over_seeds(tmp_path):
     assert "oracle: 70.0%, 95% interval over 3 seeds 45.2% to 94.8%" in printed
 
 
+def test_answers_of_clients_who_want_opposite_things(tmp_path):
+    """Six clients and six who choose what those reject. Of two answers by an own model, one has fewer words
+    than the base model's and one as many: 75% for who wants them brief, 25% for the others."""
+    script("smollm2/answers.py", "--out", tmp_path)
+    both = rows(tmp_path / "answers.brief-opposed.train.jsonl")
+    sides = [f"{side}-{number}" for side in ("brief", "not-brief") for number in range(6)]
+    assert Counter(row["client"] for row in both) == dict.fromkeys(sides, 40)
+    wanted = [row for row in both if row["client"] in sides[:6]]
+    assert rows(tmp_path / "answers.brief.train.jsonl") == wanted
+    for row in both:
+        assert (len(row["chosen"].split()) < len(row["rejected"].split())) == (row in wanted)
+    shape = {"layers": 1, "width": 16, "heads": 2, "context": 512, "steps": 1}
+    model = make_tiny(tmp_path / "model", ["Go to bed."], Key(0), **shape)
+    few = ["rounds=1", "method.local_steps=1", "report.max_new_tokens=1", 'report.prompts=["a","b"]']
+    few += [f"data.{part}={tmp_path}/answers.brief-opposed.{part}.jsonl" for part in ("train", "test")]
+    cell = load_table(table := EXPERIMENTS / "smollm2/answers.toml").cells(table)["brief-opposed/local-rpo"]
+    run(cell.experiment(f"model.name={model}", "model.dtype=float32", *few), tmp_path / "run")
+    answers = rows(path := tmp_path / "run/answers.jsonl")
+    texts = ["One two three.", "One two three.", *["One two three.", "One."] * 2]  # the base model's first
+    jsonl(path, [{**row, "text": text} for row, text in zip(answers, texts, strict=True)])
+    printed = script("smollm2/answers_table.py", tmp_path / "run")
+    for side, rate in (("brief", "75.0%"), ("not-brief", "25.0%")):
+        assert f"| model | brief-opposed | {side} | local | rpo | 0.001 | 1 | 1 | {rate} [" in printed
+
+
 def test_policies_are_aligned_with_defaults():
     """Three labellers of three tastes."""
     table = EXPERIMENTS / "smollm2/align.toml"
