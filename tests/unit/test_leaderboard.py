@@ -111,7 +111,7 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     """0.8, 0.82, 0.78: the mean is 0.8, s = 0.02 and t = 4.302653 with two degrees of freedom, so half of the
     interval is 4.302653 · 0.02 / √3 = 0.0497. Half of each value has half the width. 1, 1, 0.7 has mean 0.9
     and s = 0.3 / √3; its half, 4.302653 · 0.1 = 0.430, ends at 1. Methods come at different times and are
-    sorted; a refused one has a reason, and one that is run again replaces its row. In a task with newcomers
+    sorted; refused ones have a reason, and one that is run again replaces its row. In a task with newcomers
     their accuracy leads."""
     assert math.isclose(4.302653 * 0.02 / math.sqrt(3), 0.0497, abs_tol=5e-5)
 
@@ -126,25 +126,28 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     write_leaderboard(tmp_path)
     put("all", "feddpo", outcome([0.8, 0.82, 0.78]))
     put("new", "feddpo", {"refused": "it cannot"})
+    put("new", "icl", {"refused": "icl cannot"})
+    put("new", "ditto", {"refused": "ditto cannot"})
     page = write_leaderboard(tmp_path).read_text("utf-8")
     lines = page.splitlines()
-    first, second = "0.800 [0.750, 0.850]", "0.500 [0.500, 0.500]"
     assert "| method | all | new |" in lines
-    assert f"| `local` | {second} | 0.900 [0.470, 1.000] |" in lines
-    assert f"| `feddpo` | {first} | – |" in lines
+    assert "| `local` | 0.500 | 0.900 |" in lines
+    assert "| `feddpo` | 0.800 | – |" in lines
     at = lines.index("## all")
     assert lines[at + 2 : at + 8] == [
-        "The all.",
+        "The all. Commits: abc1234.",
         "",
-        "| method | reward accuracy | reward accuracy, worst | preference accuracy | learning rate "
-        "| rates tried | MB sent | seconds | commit |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        f"| `feddpo` | {first} | 0.400 [0.375, 0.425] | 0.400 [0.375, 0.425] | 1e-3 | 1e-3 to 3e-3, best at "
-        "the end | 3.0 | 8 | abc1234 |",
-        f"| `local` | {second} | 0.250 [0.250, 0.250] | 0.250 [0.250, 0.250] | 1e-3 | 1e-3 to 3e-3, best at "
-        "the end | 3.0 | 8 | abc1234 |",
+        "| method | reward accuracy | reward accuracy, worst | learning rate | MB sent |",
+        "| --- | --- | --- | --- | --- |",
+        "| `feddpo` | 0.800 [0.750, 0.850] | 0.400 [0.375, 0.425] | ≤1e-3 | 3.0 |",
+        "| `local` | 0.500 [0.500, 0.500] | 0.250 [0.250, 0.250] | ≤1e-3 | 3.0 |",
     ]
-    assert "- `feddpo`: – (it cannot)" in lines
+    at = lines.index("## new")
+    assert lines[at + 6].startswith("| `local` | 0.900 [0.470, 1.000] |")
+    assert [line for line in lines if line.startswith("-")] == [
+        "- `feddpo`: – (it cannot)",
+        "- `icl`, `ditto`: – (the method cannot)",
+    ]
     assert "the disk is full" not in page
 
 

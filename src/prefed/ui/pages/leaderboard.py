@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,11 +12,9 @@ from typing import Any
 from prefed.core import files
 from prefed.runs.sweep import SweepCell
 from prefed.runs.sweep_child import NEWCOMERS
-from prefed.train.metrics import LEADING_METRICS, seed_interval
-from prefed.ui.pages.sweep import HEALTHY, Outcome, code, healthy_texts, rate, sent
+from prefed.train.metrics import seed_interval
+from prefed.ui.pages.sweep import HEALTHY, Outcome, healthy_texts, rate, sent
 from prefed.ui.pages.tables import Row, Table, markdown
-
-METRICS = (*reversed(LEADING_METRICS), NEWCOMERS)
 
 
 def add(out: Path, cell: SweepCell, outcome: Outcome) -> None:
@@ -48,17 +47,32 @@ def _page(tasks: Mapping[str, Any]) -> str:
     ]
     parts = [
         "# Leaderboard\n",
-        "The first metric of each task's table below: the mean over seeds, with its 95% interval (Student's "
-        "t).\n",
+        "The first metric of each task's table below, as a mean over seeds:\n",
         markdown(Table("", ["method", *tasks], overview)),
+        "The tables below add 95% intervals (Student's t). A learning rate with ≤ or ≥ is the lowest or the "
+        "highest of those tried: a further one may be better. `leaderboard.json` has the rates tried, the "
+        "other metrics and each seed's values.\n",
     ]
     for name, task in tasks.items():
-        refused = [each for each in task["methods"].values() if "refused" in each]
-        parts += [f"## {name}\n", f"{task['title']}.\n", markdown(_table(task))]
-        parts += (
-            ["".join(f"- {each['text']}: – ({each['refused']})\n" for each in refused)] if refused else []
-        )
+        commits = sorted({commit for each in task["methods"].values() for commit in each.get("commits", [])})
+        runs = f"{task['title']}. Commits: {', '.join(commits)}.\n"
+        parts += [f"## {name}\n", runs, markdown(_table(task))]
+        if refused := _refused(task):
+            parts.append("".join(f"- {texts}: – ({reason})\n" for texts, reason in refused))
     return "\n".join(parts)
+
+
+def _refused(task: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Methods that cannot do a task, and why; those whose reasons differ only by their name are together."""
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for name, each in task["methods"].items():
+        if "refused" in each:
+            general = re.sub(rf"(?<![\w']){re.escape(name)}(?![\w'])", "the method", each["refused"])
+            alike.setdefault(general, []).append((each["text"], each["refused"]))
+    return [
+        (", ".join(text for text, _ in group), general if len(group) > 1 else group[0][1])
+        for general, group in alike.items()
+    ]
 
 
 def with_interval(values: Sequence[float]) -> str:
@@ -87,7 +101,20 @@ def _headline(task: Mapping[str, Any], outcome: Outcome | None) -> str:
     if outcome is None:
         return ""
     values = outcome.get(f"{_leading(task)}.mean")
-    return with_interval(values) if values else "–"
+    return f"{statistics.fmean(values):.3f}" if values else "–"
+
+
+def _rate(outcome: Outcome) -> str:
+    """The selected learning rate, with ``≤`` or ``≥`` at an end of the range tried.
+
+    >>> _rate({"lr": 1e-3, "validation": {"0.001": 0.5, "0.003": 0.4}})
+    '≤1e-3'
+    """
+    selected, _ = rate(outcome)
+    rates = [float(lr) for lr in outcome["validation"]]
+    if selected == "any" or len(rates) == 1:
+        return selected
+    return {min(rates): "≤", max(rates): "≥"}.get(outcome["lr"], "") + selected
 
 
 def _table(task: Mapping[str, Any]) -> Table:
@@ -95,20 +122,14 @@ def _table(task: Mapping[str, Any]) -> Table:
     leading = _leading(task)
     finished = [each for each in task["methods"].values() if each.get(f"{leading}.mean")]
     finished.sort(key=lambda each: -statistics.fmean(each[f"{leading}.mean"]))
-    columns = [f"{leading}.mean", f"{leading}.worst"]
-    columns += [f"{name}.mean" for name in METRICS if name != leading]
-    columns = [key for key in columns if any(each.get(key) for each in finished)]
+    columns = [
+        key for key in (f"{leading}.mean", f"{leading}.worst") if any(each.get(key) for each in finished)
+    ]
     text = [HEALTHY] if any("health" in each for each in finished) else []
     rows: list[Row] = []
     for each in finished:
         cells = [with_interval(values) if (values := each.get(key)) else "" for key in columns]
-        cost = [
-            *(healthy_texts(each) for _ in text),
-            sent(each["bytes"]),
-            f"{statistics.fmean(each['seconds']):.0f}",
-            code(each),
-        ]
-        rows.append((each["text"], [*cells, *rate(each), *cost]))
-    rates = ["learning rate", "rates tried"]
+        cost = [*(healthy_texts(each) for _ in text), sent(each["bytes"])]
+        rows.append((each["text"], [*cells, _rate(each), *cost]))
     heads = [key.removesuffix(".mean").replace(".", ", ").replace("_", " ") for key in columns]
-    return Table("", ["method", *heads, *rates, *text, "MB sent", "seconds", "commit"], rows)
+    return Table("", ["method", *heads, "learning rate", *text, "MB sent"], rows)
