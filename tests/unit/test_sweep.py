@@ -151,7 +151,7 @@ def test_a_cell_that_no_rate_changes_is_followed_no_further():
 def test_a_row_says_where_its_best_rate_lies():
     inside = {"lr": 3e-3, "validation": {"0.001": 0.5, "0.003": 0.6, "0.009": 0.5}}
     assert rate(inside) == ("3e-3", "1e-3 to 9e-3")
-    assert rate({**inside, "lr": 9e-3}) == ("9e-3", "1e-3 to 9e-3, best at the end")
+    assert rate({**inside, "lr": 9e-3}) == ("≥9e-3", "1e-3 to 9e-3")
     assert rate({"lr": 0.3, "validation": {0.3: 0.5}}) == ("0.3", "0.3")
 
 

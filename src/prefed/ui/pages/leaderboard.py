@@ -49,14 +49,12 @@ def _page(tasks: Mapping[str, Any]) -> str:
         "# Leaderboard\n",
         "The first metric of each task's table below, as a mean over seeds:\n",
         markdown(Table("", ["method", *tasks], overview)),
-        "The tables below add 95% intervals (Student's t). A learning rate with ≤ or ≥ is the lowest or the "
-        "highest of those tried: a further one may be better. `leaderboard.json` has the rates tried, the "
-        "other metrics and each seed's values.\n",
+        "The tables below add 95% intervals (Student's t). A learning rate with ≤ or ≥ is at an end of those "
+        "tried. `leaderboard.json` has the rates tried, the other metrics and each seed's values.\n",
     ]
     for name, task in tasks.items():
         commits = sorted({commit for each in task["methods"].values() for commit in each.get("commits", [])})
-        runs = f"{task['title']}. Commits: {', '.join(commits)}.\n"
-        parts += [f"## {name}\n", runs, markdown(_table(task))]
+        parts += [f"## {name}\n\n{task['title']}. Commits: {', '.join(commits)}.\n", markdown(_table(task))]
         if refused := _refused(task):
             parts.append("".join(f"- {texts}: – ({reason})\n" for texts, reason in refused))
     return "\n".join(parts)
@@ -104,32 +102,17 @@ def _headline(task: Mapping[str, Any], outcome: Outcome | None) -> str:
     return f"{statistics.fmean(values):.3f}" if values else "–"
 
 
-def _rate(outcome: Outcome) -> str:
-    """The selected learning rate, with ``≤`` or ``≥`` at an end of the range tried.
-
-    >>> _rate({"lr": 1e-3, "validation": {"0.001": 0.5, "0.003": 0.4}})
-    '≤1e-3'
-    """
-    selected, _ = rate(outcome)
-    rates = [float(lr) for lr in outcome["validation"]]
-    if selected == "any" or len(rates) == 1:
-        return selected
-    return {min(rates): "≤", max(rates): "≥"}.get(outcome["lr"], "") + selected
-
-
 def _table(task: Mapping[str, Any]) -> Table:
     """The finished methods of a task, the best first."""
     leading = _leading(task)
     finished = [each for each in task["methods"].values() if each.get(f"{leading}.mean")]
     finished.sort(key=lambda each: -statistics.fmean(each[f"{leading}.mean"]))
-    columns = [
-        key for key in (f"{leading}.mean", f"{leading}.worst") if any(each.get(key) for each in finished)
-    ]
+    columns = [f"{leading}.mean", f"{leading}.worst"]
     text = [HEALTHY] if any("health" in each for each in finished) else []
     rows: list[Row] = []
     for each in finished:
         cells = [with_interval(values) if (values := each.get(key)) else "" for key in columns]
-        cost = [*(healthy_texts(each) for _ in text), sent(each["bytes"])]
-        rows.append((each["text"], [*cells, _rate(each), *cost]))
+        health = [healthy_texts(each) for _ in text]
+        rows.append((each["text"], [*cells, rate(each)[0], *health, sent(each["bytes"])]))
     heads = [key.removesuffix(".mean").replace(".", ", ").replace("_", " ") for key in columns]
     return Table("", ["method", *heads, "learning rate", *text, "MB sent"], rows)

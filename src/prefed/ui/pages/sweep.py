@@ -109,7 +109,7 @@ def _clients(outcome: Outcome) -> str:
 
 
 def rate(outcome: Outcome) -> tuple[str, str]:
-    """The selected learning rate, and the range tried; notes if the best is at an end or all are equal."""
+    """The selected learning rate, with ``≤`` or ``≥`` at an end of the range tried, and this range."""
     figures = {float(lr): figure for lr, figure in outcome["validation"].items()}
     lowest, highest = min(figures), max(figures)
     if len(figures) == 1:
@@ -117,9 +117,7 @@ def rate(outcome: Outcome) -> tuple[str, str]:
     span = f"{_short(lowest)} to {_short(highest)}"
     if all_equal(figures):
         return "any", f"{span}, all alike"
-    if outcome["lr"] in (lowest, highest):
-        span += ", best at the end"
-    return _short(outcome["lr"]), span
+    return {lowest: "≤", highest: "≥"}.get(outcome["lr"], "") + _short(outcome["lr"]), span
 
 
 def _short(lr: float) -> str:
