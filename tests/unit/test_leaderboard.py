@@ -109,10 +109,9 @@ def outcome(values, **more):
 
 def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     """0.8, 0.82, 0.78: the mean is 0.8, s = 0.02 and t = 4.302653 with two degrees of freedom, so half of the
-    interval is 4.302653 · 0.02 / √3 = 0.0497. Half of each value has half the width. 1, 1, 0.7 has mean 0.9
-    and s = 0.3 / √3; its half, 4.302653 · 0.1 = 0.430, ends at 1. Methods come at different times and are
-    sorted; refused ones have a reason, and one that is run again replaces its row. In a task with newcomers
-    their accuracy leads."""
+    interval is 4.302653 · 0.02 / √3 = 0.0497. 1, 1, 0.7 has mean 0.9 and s = 0.3 / √3; its half, 4.302653 ·
+    0.1 = 0.430, ends at 1. Methods come at different times and are sorted; refused ones have a reason, and
+    one that is run again replaces its row. In a task with newcomers their accuracy leads."""
     assert math.isclose(4.302653 * 0.02 / math.sqrt(3), 0.0497, abs_tol=5e-5)
 
     def put(task, name, result):
@@ -122,7 +121,8 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
 
     put("all", "local", outcome([0.5, 0.5, 0.5]))
     put("all", "feddpo", {"refused": "the disk is full"})
-    put("new", "local", outcome([0.9] * 3, **{"newcomer_accuracy.mean": [1.0, 1.0, 0.7]}))
+    newcomers = {"newcomer_accuracy.mean": [1.0, 1.0, 0.7], "newcomer_accuracy.worst": [0.5] * 3}
+    put("new", "local", outcome([0.9] * 3, **newcomers))
     write_leaderboard(tmp_path)
     put("all", "feddpo", outcome([0.8, 0.82, 0.78]))
     put("new", "feddpo", {"refused": "it cannot"})
@@ -137,10 +137,10 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     assert lines[at + 2 : at + 8] == [
         "The all. Commits: abc1234.",
         "",
-        "| method | reward accuracy | reward accuracy, worst | learning rate | MB sent |",
+        "| method | reward accuracy | worst client | learning rate | MB sent |",
         "| --- | --- | --- | --- | --- |",
-        "| `feddpo` | 0.800 [0.750, 0.850] | 0.400 [0.375, 0.425] | ≤1e-3 | 3.0 |",
-        "| `local` | 0.500 [0.500, 0.500] | 0.250 [0.250, 0.250] | ≤1e-3 | 3.0 |",
+        "| `feddpo` | 0.800 [0.750, 0.850] | 0.400 | ≤1e-3 | 3.0 |",
+        "| `local` | 0.500 [0.500, 0.500] | 0.250 | ≤1e-3 | 3.0 |",
     ]
     at = lines.index("## new")
     assert lines[at + 6].startswith("| `local` | 0.900 [0.470, 1.000] |")

@@ -107,12 +107,11 @@ def _table(task: Mapping[str, Any]) -> Table:
     leading = _leading(task)
     finished = [each for each in task["methods"].values() if each.get(f"{leading}.mean")]
     finished.sort(key=lambda each: -statistics.fmean(each[f"{leading}.mean"]))
-    columns = [f"{leading}.mean", f"{leading}.worst"]
     text = [HEALTHY] if any("health" in each for each in finished) else []
     rows: list[Row] = []
     for each in finished:
-        cells = [with_interval(values) if (values := each.get(key)) else "" for key in columns]
+        cells = [with_interval(each[f"{leading}.mean"]), f"{statistics.fmean(each[f'{leading}.worst']):.3f}"]
         health = [healthy_texts(each) for _ in text]
         rows.append((each["text"], [*cells, rate(each)[0], *health, sent(each["bytes"])]))
-    heads = [key.removesuffix(".mean").replace(".", ", ").replace("_", " ") for key in columns]
-    return Table("", ["method", *heads, "learning rate", *text, "MB sent"], rows)
+    head = ["method", leading.replace("_", " "), "worst client", "learning rate", *text, "MB sent"]
+    return Table("", head, rows)
