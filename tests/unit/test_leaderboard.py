@@ -121,7 +121,11 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
 
     put("all", "local", outcome([0.5, 0.5, 0.5]))
     put("all", "feddpo", {"refused": "the disk is full"})
-    newcomers = {"newcomer_accuracy.mean": [1.0, 1.0, 0.7], "newcomer_accuracy.worst": [0.5] * 3}
+    newcomers = {
+        "newcomer_accuracy.mean": [1.0, 1.0, 0.7],
+        "newcomer_accuracy.worst": [0.5] * 3,
+        "bytes": [5e6],
+    }
     put("new", "local", outcome([0.9] * 3, **newcomers))
     write_leaderboard(tmp_path)
     put("all", "feddpo", outcome([0.8, 0.82, 0.78]))
@@ -130,17 +134,17 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     put("new", "ditto", {"refused": "ditto cannot"})
     page = write_leaderboard(tmp_path).read_text("utf-8")
     lines = page.splitlines()
-    assert "| method | all | new |" in lines
-    assert "| `local` | 0.500 | 0.900 |" in lines
-    assert "| `feddpo` | 0.800 | – |" in lines
+    assert "| method | all | new | MB sent |" in lines
+    assert "| `local` | 0.500 | 0.900 | 3.0 to 5.0 |" in lines
+    assert "| `feddpo` | 0.800 | – | 3.0 |" in lines
     at = lines.index("## all")
     assert lines[at + 2 : at + 8] == [
         "The all. Commits: abc1234.",
         "",
-        "| method | reward accuracy | worst client | learning rate | MB sent |",
-        "| --- | --- | --- | --- | --- |",
-        "| `feddpo` | 0.800 [0.750, 0.850] | 0.400 | ≤1e-3 | 3.0 |",
-        "| `local` | 0.500 [0.500, 0.500] | 0.250 | ≤1e-3 | 3.0 |",
+        "| method | reward accuracy | worst client | learning rate |",
+        "| --- | --- | --- | --- |",
+        "| `feddpo` | 0.800 [0.750, 0.850] | 0.400 | ≤1e-3 |",
+        "| `local` | 0.500 [0.500, 0.500] | 0.250 | ≤1e-3 |",
     ]
     at = lines.index("## new")
     assert lines[at + 6].startswith("| `local` | 0.900 [0.470, 1.000] |")

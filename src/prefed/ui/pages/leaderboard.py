@@ -42,13 +42,13 @@ def write_leaderboard(out: Path) -> Path:
 def _page(tasks: Mapping[str, Any]) -> str:
     methods = {name: each["text"] for task in tasks.values() for name, each in task["methods"].items()}
     overview = [
-        (text, [_headline(task, task["methods"].get(name)) for task in tasks.values()])
+        (text, [*(_headline(task, task["methods"].get(name)) for task in tasks.values()), _sent(tasks, name)])
         for name, text in methods.items()
     ]
     parts = [
         "# Leaderboard\n",
         "The first metric of each task's table below, as a mean over seeds:\n",
-        markdown(Table("", ["method", *tasks], overview)),
+        markdown(Table("", ["method", *tasks, "MB sent"], overview)),
         "The tables below add 95% intervals (Student's t). A learning rate with ≤ or ≥ is at an end of those "
         "tried. `leaderboard.json` has the rates tried, the other metrics and each seed's values.\n",
     ]
@@ -102,6 +102,13 @@ def _headline(task: Mapping[str, Any], outcome: Outcome | None) -> str:
     return f"{statistics.fmean(values):.3f}" if values else "–"
 
 
+def _sent(tasks: Mapping[str, Any], name: str) -> str:
+    """The least and the most that a method sent, over tasks."""
+    each = [task["methods"].get(name, {}) for task in tasks.values()]
+    values = sorted({sent(outcome["bytes"]) for outcome in each if "bytes" in outcome}, key=float)
+    return " to ".join(dict.fromkeys([values[0], values[-1]])) if values else "–"
+
+
 def _table(task: Mapping[str, Any]) -> Table:
     """The finished methods of a task, the best first."""
     leading = _leading(task)
@@ -111,7 +118,5 @@ def _table(task: Mapping[str, Any]) -> Table:
     rows: list[Row] = []
     for each in finished:
         cells = [with_interval(each[f"{leading}.mean"]), f"{statistics.fmean(each[f'{leading}.worst']):.3f}"]
-        health = [healthy_texts(each) for _ in text]
-        rows.append((each["text"], [*cells, rate(each)[0], *health, sent(each["bytes"])]))
-    head = ["method", leading.replace("_", " "), "worst client", "learning rate", *text, "MB sent"]
-    return Table("", head, rows)
+        rows.append((each["text"], [*cells, rate(each)[0], *(healthy_texts(each) for _ in text)]))
+    return Table("", ["method", leading.replace("_", " "), "worst client", "learning rate", *text], rows)
