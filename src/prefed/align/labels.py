@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
@@ -76,14 +76,15 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     names = ("pairs", "identical", "blank", _not_judged(alignment), "ties", "cut", "unanimous")
     counts = dict.fromkeys(names, 0)
     pairs = list(candidates(alignment, generation, counts))
-    prompts = own_prompts(alignment)
     accuracy = {} if generation.before else unseen_accuracy(alignment)
-    batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
-    _judge(alignment, generation, prompts, batches)
-    labels = list(_labels(alignment, generation, prompts, pairs, counts)) if pairs else []
-    if alignment.config.pairs == "best":
+    parts, best = [pairs], alignment.config.pairs == "best"
+    if best:
+        # A chosen completion that was cut teaches not to end: two such ones are judged if no label is left.
+        parts = [[pair for pair in pairs if any(pair.ended) is ended] for ended in (True, False)]
+    labels = list(_labels(alignment, generation, parts, counts))
+    if best:
         kept = clearest(labels)
-        counts["near_ties"] = len(labels) - len(kept)
+        counts["less_clear"] = len(labels) - len(kept)
         labels = kept
     path = generation.path(alignment, FILE)
     if not labels:
@@ -137,14 +138,11 @@ def clearest(labels: Sequence[LabelRow]) -> list[LabelRow]:
     """Return for each prompt the label with the largest margin, unless it is in the lowest quarter of all.
 
     The quarter is the scorer's own scale: log-odds of selectors and scores of judges have no common one.
-    Labels whose chosen completion was cut are left out, unless all are such: they teach not to end.
 
-    >>> pairs = ((0, 1), (0, 4), (1, 0), (2, 3), (3, 9))
-    >>> rows = [{"index": prompt, "margin": m, "ended": (prompt < 3, True)} for prompt, m in pairs]
-    >>> [row["margin"] for row in clearest(rows)], [row["margin"] for row in clearest(rows[4:])]
-    ([4, 3], [9])
+    >>> pairs = ((0, 1), (0, 4), (1, 0), (2, 3))
+    >>> [row["margin"] for row in clearest([{"index": prompt, "margin": m} for prompt, m in pairs])]
+    [4, 3]
     """
-    labels = [row for row in labels if row["ended"][0]] or labels
     best = dict[int, LabelRow]()
     for row in labels:
         if row["index"] not in best or row["margin"] > best[row["index"]]["margin"]:
@@ -162,13 +160,12 @@ def _judge(
     generation: Generation,
     prompts: list[PromptRow],
     batches: list[list[Candidates]],
+    done: int,
 ) -> None:
-    """Append the missing scores to :data:`SCORES`."""
+    """Append the scores of all batches but the first ``done`` to :data:`SCORES`."""
     path, name = generation.path(alignment, SCORES), generation.stage("labels")
-    done, drawn = whole_batches(path, map(len, batches)), generation.tastes(alignment)
+    drawn = generation.tastes(alignment)
     alignment.callback.on_stage_begin(name, done, len(batches))
-    if done == len(batches):
-        return
     for number, batch in enumerate(batches[done:], done + 1):
         records = [
             Record(prompts[pair.prompt].prompt, *pair.texts, extra=dict(prompts[pair.prompt].extra))
@@ -219,14 +216,33 @@ def leads(scores: NDArray[np.float64], rule: str) -> NDArray[np.float64]:
 
 
 def _labels(
+    alignment: Alignment, generation: Generation, parts: Sequence[list[Candidates]], counts: dict[str, int]
+) -> Iterator[LabelRow]:
+    """Yield the labels of the first part that has any; pairs of later parts are counted as cut."""
+    prompts, path = own_prompts(alignment), generation.path(alignment, SCORES)
+    batches = [[part[k : k + BATCH] for k in range(0, len(part), BATCH)] for part in parts]
+    done = whole_batches(path, [len(batch) for part in batches for batch in part])
+    found, judged = False, list[list[Candidates]]()
+    for part, own in zip(parts, batches, strict=True):
+        if found or not part:
+            counts["cut"] += len(part)
+            continue
+        before, judged = sum(map(len, judged)), judged + own
+        _judge(alignment, generation, prompts, judged, min(done, len(judged)))
+        scores = [row["scores"] for row in islice(rows_in(path), before, before + len(part))]
+        for row in _labels_of(alignment, prompts, part, scores, counts):
+            found = True
+            yield row
+
+
+def _labels_of(
     alignment: Alignment,
-    generation: Generation,
     prompts: list[PromptRow],
     pairs: list[Candidates],
+    scores: list[list[float] | None],
     counts: dict[str, int],
 ) -> Iterator[LabelRow]:
-    rows = [row["scores"] for row in rows_in(generation.path(alignment, SCORES))]
-    judged = [(pair, scores) for pair, scores in zip(pairs, rows, strict=True) if scores is not None]
+    judged = [(pair, own) for pair, own in zip(pairs, scores, strict=True) if own is not None]
     counts[_not_judged(alignment)] += len(pairs) - len(judged)
     table = np.array([scores for _, scores in judged], np.float64)
     lead = leads(table.T, str(alignment.config.labels)) if judged else np.zeros(0)

@@ -27,7 +27,7 @@ STAGES = {
         "identical",
         "blank",
         "cut",
-        "near_ties",
+        "less_clear",
         "too_long",
         "failed",
     ),

@@ -11,7 +11,7 @@ private as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -80,7 +80,8 @@ class ResponseFeatures:
     def fill(self, rows: Rows) -> None:
         """Compute missing ``rows``, which are all training pairs or all held-out pairs of a client.
 
-        On a CPU each pair is a forward pass by itself. On other devices the sorted rows determine the groups.
+        A response that several pairs have after the same prompt is read once per block. On a CPU two
+        responses are a forward pass by themselves. On other devices the sorted rows determine the groups.
         Values are therefore bit-identical for any order of clients, and after a kill: each group is stored
         before the next one starts.
         """
@@ -89,12 +90,21 @@ class ResponseFeatures:
         backbone = self._model.backbone
         backbone.load(backbone.reference)
         for block in split_rows(np.sort(rows), BLOCK):
-            pairs = self._encoder.encode([self._model.tokens.record(int(row)) for row in block])
-            for group in self._groups(pairs):
-                if self._cache.missing(block[group]):
+            missing = np.array([self._cache.missing(row) for row in split_rows(block, 1)])
+            pairs, places = distinct(
+                self._encoder.encode([self._model.tokens.record(int(row)) for row in block])
+            )
+            groups = self._groups(pairs)
+            group_of = np.repeat(np.arange(len(groups)), [2 * (each.stop - each.start) for each in groups])
+            read_in = group_of[places]
+            hidden = np.zeros((2 * len(pairs), backbone.width), np.float32)
+            for number, group in enumerate(groups):
+                if missing[(read_in == number).any(1)].any():
                     with torch.no_grad():
-                        hidden = self._hidden(pairs[group])
-                    self._cache.put(block[group], hidden.float().cpu().numpy())
+                        found = self._hidden(pairs[group]).flatten(0, 1)
+                    hidden[2 * group.start : 2 * group.stop] = found.float().cpu().numpy()
+                    known = missing & (read_in.max(1) == number)
+                    self._cache.put(block[known], hidden[places[known]])
 
     def get(self, rows: Rows) -> torch.Tensor:
         """Return h of ``rows`` on the model's device, ``[n, 2, d]`` float32. The rows must be filled."""
@@ -152,6 +162,35 @@ class ResponseFeatures:
             weights = completion[..., None].to(final.device, torch.float32)
             return (final.float() * weights).sum(1) / weights.sum(1)
         return final[torch.arange(len(ids), device=ids.device), attention.sum(1) - 1]
+
+
+def distinct(pairs: Sequence[Pair]) -> tuple[list[Pair], npt.NDArray[np.int64]]:
+    """Return pairs that together have each response to a prompt once, if the number of responses is even.
+
+    If no response occurs twice, they are ``pairs`` themselves.
+
+    Returns:
+        The pairs, and ``[n, 2]`` the place of each response among them: 2 · pair, plus 1 for the second one.
+
+    >>> one, two, three, four = (np.array([k], np.int32) for k in (1, 2, 3, 4))
+    >>> few, places = distinct([Pair(one, two, three), Pair(one, two, four), Pair(one, three, four)])
+    >>> [[ids.tolist() for ids in pair] for pair in few], places.tolist()
+    ([[[1], [2], [3]], [[1], [4], [4]]], [[0, 1], [0, 2], [1, 2]])
+    """
+    keys = [[(pair.prompt.tobytes(), ids.tobytes()) for ids in pair[1:]] for pair in pairs]
+    found, places, single = list[Pair](), dict[tuple[bytes, bytes], int](), dict[bytes, int]()
+    for pair, own in zip(pairs, keys, strict=True):
+        new = [(key, ids) for key, ids in zip(own, pair[1:], strict=True) if key not in places]
+        if len(new) == 1 and (waiting := single.pop(own[0][0], None)) is not None:
+            # The second place of that pair is free.
+            found[waiting] = found[waiting]._replace(rejected=new[0][1])
+            places[new[0][0]] = 2 * waiting + 1
+        elif new:
+            if len(new) == 1:
+                single[own[0][0]] = len(found)
+            places |= {key: 2 * len(found) + place for place, (key, _) in enumerate(new)}
+            found.append(Pair(pair.prompt, new[0][1], new[-1][1]))
+    return found, np.array([[places[key] for key in own] for own in keys])
 
 
 PEERS = "peers"

@@ -144,8 +144,8 @@ def alignment_facts(alignment: Outcome) -> Facts:
             ("too_long", "too long"),
             ("failed", "without a usable verdict"),
             ("ties", "ties"),
-            ("near_ties", "less clear than another of the prompt, or near-ties"),
-            ("cut", "whose chosen completion was cut and the other was not"),
+            ("less_clear", "less clear than another of the prompt, or near-ties"),
+            ("cut", "whose chosen completion was cut"),
         )
         if labels.get(name)
     )
