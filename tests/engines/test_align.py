@@ -22,7 +22,6 @@ from finished import small_experiment
 from prefed.align import AlignError, align, completions
 from prefed.align.alignment import write_pairs
 from prefed.align.held_out import HeldOutAnswers
-from prefed.align.labels import clearest
 from prefed.align.run import STAGES, has_alignment
 from prefed.align.stages import run_stages
 from prefed.align.training import best_epoch, kept_epoch, label_trainer
@@ -521,12 +520,17 @@ def test_no_end_is_put_after_a_completion_that_was_cut(alignment, monkeypatch):
     assert not any(row["ended"] == [False, True] for row in labels)
 
 
-def test_the_clearest_pair_of_each_prompt_is_kept(alignment):
-    """Of at most three labels per prompt, the one with the largest margin; none is in the lowest quarter. The
-    policy ends none of these completions; if it ends some, the chosen ones are among them."""
+@pytest.mark.parametrize("ending", [512, 4])
+def test_the_clearest_pair_of_each_prompt_is_kept(alignment, monkeypatch, ending):
+    """Of at most three labels per prompt, the one with the largest margin; none is in the lowest quarter.
+    Either no completion ends, or a fourth of the tokens ends one: then each chosen one has ended, and pairs
+    of two that were cut are not judged. Every pair is counted once."""
+    monkeypatch.setattr(generation, "end_tokens", lambda backbone: set(range(0, 512, ending)))
     (alignment.folder / "stages").mkdir(parents=True)
     run_stages(alignment, STAGES[:4])
     everything = rows(alignment.folder, "labels.jsonl")
+    if ending == 4:
+        everything = [row for row in everything if row["ended"][0]]
     best = replace(alignment, config=alignment.config.model_copy(update={"pairs": "best"}))
     figures = run_stages(best, STAGES[:4], "labels")["labels"]
     kept = rows(alignment.folder, "labels.jsonl")
@@ -534,12 +538,19 @@ def test_the_clearest_pair_of_each_prompt_is_kept(alignment):
     largest = {
         row["index"]: max(r["margin"] for r in everything if r["index"] == row["index"]) for row in kept
     }
-    assert {row["index"]: row["margin"] for row in kept} == largest
+    assert {row["index"]: row["margin"] for row in kept} == pytest.approx(largest, rel=1e-5)
     assert {row["index"] for row in kept} == {r["index"] for r in everything if r["margin"] >= least}
-    assert (figures["labelled"], figures["near_ties"]) == (len(kept), len(everything) - len(kept))
-    assert not any(row["ended"][0] for row in everything)
-    some = [{**row, "ended": (row["index"] % 3 > 0, True)} for row in everything]
-    assert {row["index"] % 3 for row in clearest(some)} == {1, 2}
+    assert all(row["ended"][0] == (ending == 4) for row in everything)
+    assert figures["less_clear"] == len(everything) - len(kept)
+    left_out = ("identical", "blank", "too_long", "ties", "cut", "less_clear")
+    assert figures["pairs"] == len(kept) + sum(figures[name] for name in left_out)
+    ends = {
+        (row["index"], row["sample"]): row["ended"] for row in rows(alignment.folder, "completions.jsonl")
+    }
+    judged = [
+        [ends[row["index"], k] for k in row["samples"]] for row in rows(alignment.folder, "scores.jsonl")
+    ]
+    assert all(any(pair) == (ending == 4) for pair in judged)
 
 
 @pytest.mark.parametrize(("cut", "limit"), [(1, 9), (2, 40)])

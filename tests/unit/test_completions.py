@@ -89,6 +89,21 @@ def test_greedy_completions_are_those_of_generate(family):
     assert [tokens for tokens, _ in completions] == expected
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_head_gets_contiguous_rows(packed):
+    """For a view of the last positions, PyTorch would copy the weights once per prompt on a CPU."""
+    model, tensors = small("llama", end=VOCABULARY - 1)
+    if packed:
+        enable_packing(model)
+    seen, head = [], model.causal.get_output_embeddings()
+    head.register_forward_hook(
+        lambda _, inputs, __: seen.append((inputs[0].is_contiguous(), *inputs[0].shape))
+    )
+    complete_batch(model, tensors, PROMPTS, Sampling(max_tokens=2), KEYS)
+    assert seen == [(True, 4, 1, model.width)] * 2
+    assert len(head._forward_pre_hooks) == 0
+
+
 def test_a_sequence_draws_by_its_key_alone():
     """The same prompt and key with other prompts, in another place, and alone. With one key two equal
     prompts get equal tokens, with two keys they do not. The window leaves 64 − 3 tokens."""

@@ -1,13 +1,14 @@
 """The trainer of selectors with a latent taste: features, one step by hand, contexts, scores."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
 
 from prefed.core import Entry, Key, Layout, Objective, Optimizer, Owner, Ownership, Phase, Tensors
-from prefed.data import ResponseEncoder, Template
+from prefed.data import Record, ResponseEncoder, SelectorConfig, Template, write_choices
 from prefed.models.tastes import CAP, VariationalSelector
 from prefed.train import PairTrainer, optimizer_steps
 from prefed.train.losses.tastes import Gaussian, gumbel, mixture_kl, mixture_log_weights, standard_kl
@@ -69,6 +70,49 @@ def test_features_are_the_hidden_states_of_plain_transformers(pairs, fast, pool,
     again = ResponseFeatures(trainer.model, None, tmp_path, "x")
     again.fill(rows)
     assert torch.equal(again.get(rows), got)
+
+
+@pytest.mark.parametrize("pool", ["end", "mean"])
+def test_a_response_of_several_pairs_is_read_once(pool, tmp_path, monkeypatch):
+    """Every two of four responses to each of two prompts, and of three to a third one: 15 pairs, 2 + 2 + 2
+    passes of two responses. h is that of a pair by itself, up to rounding. After a stop, passes whose pairs
+    are all stored are left out, and h is bit-identical."""
+    records = [
+        Record(f"Q{prompt}?", f" {one}", f" {other}")
+        for prompt, count in enumerate((4, 4, 3))
+        for one, other in combinations(("a", "bb", "ccc", "dd")[:count], 2)
+    ]
+    model, rows, reads = backbone(pool=pool), np.arange(15), []
+    tokens = write_choices(tmp_path, model.tokenizer, SelectorConfig(), records, 160)
+    trainer = PairTrainer(model, tokens)
+    real = ResponseFeatures._hidden
+
+    def features(name, stop=99):
+        def read(self, pairs):
+            if len(reads) == stop:
+                raise InterruptedError
+            reads.append(pairs)
+            return real(self, pairs)
+
+        reads.clear()
+        monkeypatch.setattr(ResponseFeatures, "_hidden", read)
+        encoder = ResponseEncoder(model.tokenizer, Template(model.tokenizer), 160)
+        return ResponseFeatures(trainer.model, encoder, tmp_path, name)
+
+    together = features("together")
+    together.fill(rows)
+    assert len(reads) == 6
+    alone = features("alone")
+    for row in rows:
+        alone.fill(row[None])
+    assert len(reads) == 15
+    torch.testing.assert_close(together.get(rows), alone.get(rows), rtol=1e-4, atol=1e-5)
+    with pytest.raises(InterruptedError):
+        features("stopped", stop=3).fill(rows)
+    again = features("stopped")
+    again.fill(rows)
+    assert len(reads) == 4  # the third one, too: four of its pairs need the fourth one
+    assert torch.equal(again.get(rows), together.get(rows))
 
 
 def test_a_long_response_leaves_half_of_the_room_to_the_prompt():
