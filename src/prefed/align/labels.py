@@ -244,9 +244,9 @@ def _labels_of(
 ) -> Iterator[LabelRow]:
     judged = [(pair, own) for pair, own in zip(pairs, scores, strict=True) if own is not None]
     counts[_not_judged(alignment)] += len(pairs) - len(judged)
-    table = np.array([scores for _, scores in judged], np.float64)
+    table = np.array([own for _, own in judged], np.float64)
     lead = leads(table.T, str(alignment.config.labels)) if judged else np.zeros(0)
-    for (pair, scores), sign in zip(judged, np.sign(lead).astype(int).tolist(), strict=True):
+    for (pair, own), sign in zip(judged, np.sign(lead).astype(int).tolist(), strict=True):
         if sign == 0:
             counts["ties"] += 1
             continue
@@ -256,15 +256,15 @@ def _labels_of(
             # It would teach the policy not to end.
             counts["cut"] += 1
             continue
-        votes = [sum(sign * score > 0 for score in scores), sum(sign * score < 0 for score in scores)]
-        counts["unanimous"] += votes[0] == len(scores)
+        votes = [sum(sign * score > 0 for score in own), sum(sign * score < 0 for score in own)]
+        counts["unanimous"] += votes[0] == len(own)
         yield {
             "prompt": plain_prompt(prompts[pair.prompt].prompt),
             "chosen": chosen,
             "rejected": rejected,
             "ended": ended,
             "votes": votes,
-            "margin": sign * sum(scores) / len(scores),
+            "margin": sign * sum(own) / len(own),
             "index": pair.prompt,
         }
 
