@@ -262,12 +262,10 @@ def complete_batch(
         pad_token_id=min(ends),
     )
     backbone.load(tensors)
-    with (
-        _usual_attention(backbone),
-        _copied_rows(backbone),
-        torch.inference_mode(),
-        tasting(backbone.taste_map, tastes),
-    ):
+    head = backbone.causal.get_output_embeddings()
+    # For a slice, a CPU would copy the head's weights once per prompt.
+    contiguous = head.register_forward_pre_hook(lambda _, rows: tuple(each.contiguous() for each in rows))
+    with contiguous, _usual_attention(backbone), torch.inference_mode(), tasting(backbone.taste_map, tastes):
         output = backbone.causal.generate(
             ids,
             attention_mask=mask,
@@ -363,20 +361,6 @@ def _usual_attention(backbone: Backbone) -> Iterator[None]:
     finally:
         if packed:
             causal.set_attn_implementation(PACKED)
-
-
-@contextmanager
-def _copied_rows(backbone: Backbone) -> Iterator[None]:
-    """Give the head contiguous rows within the block.
-
-    After the prompts it gets a slice, for which a CPU would copy the head's weights once per prompt.
-    """
-    head = backbone.causal.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, rows: tuple(each.contiguous() for each in rows))
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _processors(how: Sampling, keys: Sequence[Key]) -> Any:

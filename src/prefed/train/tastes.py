@@ -177,18 +177,16 @@ def distinct(pairs: Sequence[Pair]) -> tuple[list[Pair], npt.NDArray[np.int64]]:
     >>> [[ids.tolist() for ids in pair] for pair in few], places.tolist()
     ([[[1], [2], [3]], [[1], [4], [4]]], [[0, 1], [0, 2], [1, 2]])
     """
-    keys = [[(pair.prompt.tobytes(), ids.tobytes()) for ids in pair[1:]] for pair in pairs]
     found, places, single = list[Pair](), dict[tuple[bytes, bytes], int](), dict[bytes, int]()
+    keys = [[(pair.prompt.tobytes(), ids.tobytes()) for ids in pair[1:]] for pair in pairs]
     for pair, own in zip(pairs, keys, strict=True):
         new = [(key, ids) for key, ids in zip(own, pair[1:], strict=True) if key not in places]
-        if len(new) == 1 and (waiting := single.pop(own[0][0], None)) is not None:
-            # The second place of that pair is free.
-            found[waiting] = found[waiting]._replace(rejected=new[0][1])
-            places[new[0][0]] = 2 * waiting + 1
+        if len(new) == 1 and (half := single.pop(own[0][0], None)) is not None:
+            found[half] = found[half]._replace(rejected=new[0][1])
+            places[new[0][0]] = 2 * half + 1
         elif new:
-            if len(new) == 1:
-                single[own[0][0]] = len(found)
             places |= {key: 2 * len(found) + place for place, (key, _) in enumerate(new)}
+            single |= {own[0][0]: len(found)} if len(new) == 1 else {}
             found.append(Pair(pair.prompt, new[0][1], new[-1][1]))
     return found, np.array([[places[key] for key in own] for own in keys])
 
