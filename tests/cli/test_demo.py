@@ -35,14 +35,14 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
     run = tmp_path / "my [b] demo" / "run-fedsdg"
     assert (run / "report.html").stat().st_size > 10_000
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["rounds"] == 10
+    assert summary["rounds"] == 5
     assert summary["method"] == "fedsdg"
     assert len(summary["preference_accuracy"]["per_client"]) == 2
 
     changed = file.read_text()
     for said, instead in (
         ('name = "fedsdg"', 'name = "feddpo"'),
-        ("rounds = 10", "rounds = 1"),
+        ("rounds = 5", "rounds = 1"),
         ("workers = 1", "workers = 0"),
     ):
         assert said in changed

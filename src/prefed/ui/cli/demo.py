@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from prefed.core import Key
     from prefed.data import Record
-    from prefed.methods import MethodKind
 
 
 CLIENTS, TRAIN, TEST, SEED = 6, 64, 64, 7
@@ -44,7 +43,7 @@ lora = {{ rank = 8, alpha = 16, dropout = 0.0 }}
 
 [method]
 name = "{method}"                         # or another method: feddpo, fedper, local, …
-{training}
+{objective}{training}
 
 [evaluate]
 every = 1
@@ -54,7 +53,7 @@ workers = {workers}
 threads = 1
 """
 TINY = {
-    "rounds": 10,
+    "rounds": 5,
     "data": "max_length = 128\n"
     'metadata = ["utility_chosen", "utility_rejected"]   # for `prefed judge --judge utility`',
     "model": '"model"',
@@ -66,9 +65,7 @@ CHAT = {
     "data": "max_length = 512",
     "training": "lr = 3e-3\nlocal_steps = 5\nbatch_size = 4",
 }
-OBJECTIVE = (
-    'objective = "rpo"                       # also imitates the chosen responses, so text stays whole'
-)
+OBJECTIVE = 'objective = "rpo"                       # also imitates the chosen responses: text stays whole\n'
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def demo(
     key = Key(SEED)
     if model is not None and Path(model).is_dir():
         model = str(Path(model).resolve())
-    story = _tiny(key) if model is None else _chat(key, model, kind)
+    story = _tiny(key) if model is None else _chat(key, model)
     out = out or Path("prefed-demo" if model is None else f"prefed-demo-{Path(model).name}")
     file = out / f"{method}.toml"
     if model is not None and file.exists() and (other := Experiment.load(file, []).model.name) != model:
@@ -148,7 +145,10 @@ def demo(
         _make_model(out / "model", key, console)
     workers = min(2, os.cpu_count() or 1)
     if not file.exists():
-        text = EXPERIMENT.format(file=quote(str(file)), method=method, workers=workers, **story.settings)
+        objective = OBJECTIVE if "objective" in kind.Settings.model_fields else ""
+        text = EXPERIMENT.format(
+            file=quote(str(file)), method=method, objective=objective, workers=workers, **story.settings
+        )
         files.write(file, text.encode())
     path = _free_path(out / f"run-{method}")
     result = run(Experiment.load(file, []), path, callbacks=terminal(console))
@@ -179,7 +179,7 @@ def _tiny(key: Key) -> _Story:
     return _Story(tastes, records, TRAIN, TINY, {"oracle": _oracle(records)})
 
 
-def _chat(key: Key, model: str, kind: MethodKind) -> _Story:
+def _chat(key: Key, model: str) -> _Story:
     """Advice in four ways of speaking, for a model that has learned to chat."""
     from prefed.config.new_file import toml_value
     from prefed.data import advice
@@ -188,8 +188,6 @@ def _chat(key: Key, model: str, kind: MethodKind) -> _Story:
     tastes = {client: style.describe() for client, style in advice.STYLES.items()}
     records = advice.generate(key, train=CHAT_TRAIN, test=CHAT_TEST)
     settings = {**CHAT, "model": toml_value(model), "report": report}
-    if "objective" in kind.Settings.model_fields:
-        settings["training"] = f"{OBJECTIVE}\n{settings['training']}"
     return _Story(tastes, records, CHAT_TRAIN, settings)
 
 
