@@ -274,7 +274,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "tests/laws/": (1_850, ""),
     "tests/unit/": (21_867, "a response of several pairs is read once"),
     # Words.
-    "docs, README.md": (59_927, ""),
+    "docs, README.md": (60_000, ""),
 }
 """Place → what it may hold, and why that was raised last, written in the commit that raises it."""
 
