@@ -70,6 +70,7 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozen
         AlignError: the adapter does not fit the model.
     """
     from peft import PeftModel
+    from safetensors import SafetensorError
 
     tokenizer = load_tokenizer(model)
     causal = load_causal(model)
@@ -88,7 +89,7 @@ def load_base(model: ModelConfig, seed: int, adapter: Path | None, needs: frozen
             _untie(adapted)
             causal = adapted.merge_and_unload()
             check_finite(dict(causal.named_parameters()), f"the adapter {adapter}")
-        except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
             # PyTorch prints one line per tensor.
             problem = "; ".join(line.strip() for line in str(error).splitlines()[:2])
             raise AlignError(
