@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from prefed.data import DataError, Message, PolicyEncoder, Record, Template, limits
+from prefed.models.pretrained import ModelError, load_pretrained
 from preferences import tokenizer
 
 MIB = 2**20
@@ -94,6 +96,26 @@ def test_the_text_of_a_template_is_limited():
     assert len(Template(tokenizer(chat=long.replace("11", "10"))).prompt(TALK)) == 1_000_020
     with pytest.raises(DataError, match="makes 1,000,022 characters of one conversation"):
         Template(tokenizer(chat=long)).prompt(TALK)
+
+
+def test_every_template_is_rendered_within_the_limits(tmp_path):
+    """The code has one place that renders a chat template. That of a model's folder goes through it. That of
+    an adapter's folder is never read: such a folder is no model, and a policy has its model's tokenizer."""
+    source = Path(limits.__file__).parents[1]
+    places = [
+        path.name for path in source.rglob("*.py") if ".apply_chat_template(" in path.read_text("utf-8")
+    ]
+    assert places == ["encoding.py"]
+    tokenizer(chat="{{ 'x' * 1000021 }}").save_pretrained(tmp_path)
+
+    def load():
+        return load_pretrained(AutoTokenizer, "[model] name", str(tmp_path), "tokenizer")
+
+    with pytest.raises(DataError, match="makes 1,000,021 characters of one conversation"):
+        Template(load()).prompt(TALK)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="the folder has an adapter"):
+        load()
 
 
 @pytest.mark.parametrize("raises", [False, True])
