@@ -278,6 +278,9 @@ def test_a_data_file_needs_no_experiment(place: Path, words: Path) -> None:
     assert "rows.jsonl is a data file; name it as [data] train in an experiment file" in output(
         "run", "rows.jsonl"
     )
+    for content in (lines(ROWS), b"\x28\xb5\x2f\xfd"):
+        (place / "rows.txt").write_bytes(content)
+        assert "if it contains data, its name must end in one of .jsonl, .nd" in output("data", "rows.txt")
     command = ["data", "rows.jsonl", "--set", f"model.name={words}", "--show", "1"]
     text = output(*command, code=0)
     assert "a: 1 of 5 training rows" in text

@@ -585,7 +585,7 @@ TURN = {"role": "user", "content": "Hi"}
         ({"prompt": "q", "response": "a", "score": "4.5"}, ["two responses"], False),
         ({"messages": [TURN]}, ["two responses"], False),
         ({"q": "?", "one": "a", "two": "b", "winner": "x"}, ["'winner'", "chosen"], False),
-        ({"q": "?", "answer_1": "a", "answer_2": "b", "score": -2}, ["In each row", "chosen"], False),
+        ({"q": "?", "answer_1": "a", "answer_2": "b", "score": -2}, ["in each row", "chosen"], False),
         ({"q": "?", "best": "a", "worst": "b"}, ["use the columns prompt"], True),
         ({"prompt": "q", "answers": {"good": "a", "bad": "b"}, "more": "c"}, ["use the columns"], True),
     ],

@@ -153,6 +153,15 @@ LAYOUTS = {
         },
         turns("u:Q"),
     ),
+    "openai with a developer": (
+        {
+            "input": {"messages": [{"role": "developer", "content": "S"}, *chat("u:Q")]},
+            "system": "S",
+            "preferred_output": chat("a:a"),
+            "non_preferred_output": chat("a:b"),
+        },
+        turns("s:S", "u:Q"),
+    ),
     "helpsteer2": (
         {"prompt": "Q", "response_1": "b", "response_2": "a", "preference_strength": 3},
         turns("u:Q"),
@@ -183,6 +192,18 @@ LAYOUTS = {
     "oasst": ({"message_tree_id": "t", "prompt": TREE}, turns("u:Q")),
     "label-studio": (TASK, "Q"),
     "argilla": (ARGILLA, "Q"),
+    "argilla, ranked, one discarded": (
+        ARGILLA
+        | {
+            "responses": {
+                "better": [
+                    {"value": "first", "status": "discarded"},
+                    {"value": [{"value": "first", "rank": 2}, {"value": "second", "rank": 1}]},
+                ]
+            }
+        },
+        "Q",
+    ),
     "kto": ({"system": "S", "question": "Q", "completion": "a", "label": True}, turns("s:S", "u:Q")),
     "kto of llama-factory": (
         {"instruction": "I", "input": "Q", "output": "a", "kto_tag": True},
@@ -227,6 +248,11 @@ ADVISED = {
     "blanks": ({" Question": "Q", "chosen ": "a", "rejected ": "b"}, "chosen ", turns("u:Q")),
     "a blank": ({"prompt ": "Q", **AB}, "prompt ", turns("u:Q")),
     "a thumb with capitals": ({"Prompt": "Q", "Completion": "a", "Label": "👍"}, "Label", "Q"),
+    "two outputs of llama-factory": (
+        {"instruction": "Q", "system": "S", "output": ["a", "b"]},
+        "output",
+        turns("s:S", "u:Q"),
+    ),
     "suffix": ({"prompt": "Q", "text_chosen": "a", "text_rejected": "b"}, "text_chosen", "Q"),
 }
 
@@ -262,6 +288,7 @@ def test_a_date_is_no_part_of_a_prompt(read, date):
         ({"prompt": "Q", "images": ["a.png"], **AB}, "images"),
         ({"prompt": "Q", "tools": '[{"name": "clock"}]', **AB}, "tools"),
         ({"prompt": "Q", "reasoning_content": "Hm.", **AB}, "reasoning_content"),
+        ({"prompt": "Q", "image_url": "https://a.png", **AB}, "image_url"),
         (LAYOUTS["openai"][0] | {"input": {"messages": chat("u:Q"), "tools": [{}, {"a": 1}]}}, "input.tools"),
         (LAYOUTS["helpsteer2"][0] | {"context": "C"}, "context"),
         (HH | {"question": "P"}, "question"),
@@ -302,9 +329,17 @@ def test_a_prompt_that_is_lost_is_refused(read, subtests):
         ([LAYOUTS["alpaca-farm"][0] | {"preference": 0}], "preference is 0, which names neither output_1"),
         ([LAYOUTS["alpaca-farm"][0] | {"preference": True}], "which names neither"),
         ([LAYOUTS["alpaca-farm"][0] | {"preference": -2}], "preference is -2, which names neither"),
-        ([{"prompt": "Q", **NUMBERED, "preference": -2}], "In each row|'preference' names"),
+        (
+            [{"prompt": "Q", **NUMBERED, "preference": 1.8}],
+            "better response, which 'preference' may name, and write",
+        ),
+        (
+            [{"qid": 1, "question": "Q", "response_j": "a", "response_k": "b"}],
+            "better response, and write it as chosen",
+        ),
+        ([TASK | {"annotations": [{"result": [{"type": "choices"}]}]}], "of type choices; prefed reads"),
         ([TASK | {"data": {"prompt": "Q", "x": "a", "y": "b"}}], "name the fields of data like that"),
-        ([ARGILLA | {"fields": {"prompt": "Q", "x": "a"}}], "1 responses and 1 questions"),
+        ([ARGILLA | {"fields": {"prompt": "Q", "x": "a"}}], r"1 responses \(x\) and 1 answered questions"),
         ([{"message_id": 1, "parent_id": None, "text": "Q", "role": "prompter"}], "use the file of trees"),
     ):
         with subtests.test(rows=rows, words=words), pytest.raises(DataError, match=words):

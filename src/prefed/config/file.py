@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from prefed.config.errors import ConfigError
 from prefed.core import plugins
-from prefed.data.sources.folders import file_kind
+from prefed.data.sources.folders import SUFFIXES, file_kind
 from prefed.methods import MethodKind
 
 Origins: TypeAlias = Mapping[tuple[str, ...], str]
@@ -41,13 +41,17 @@ def read_toml(path: Path, remedy: str | None = None) -> dict[str, Any]:
         )
     try:
         # Some Windows editors write a byte order mark.
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{path}: not UTF-8 text (byte 0x{raw[error.start]:02x} on line {line}); save it as UTF-8"
-        ) from None
-    return parse_toml(text.replace("\r\n", "\n"), str(path))
+        return parse_toml(raw.decode("utf-8-sig").replace("\r\n", "\n"), str(path))
+    except (UnicodeDecodeError, ConfigError) as error:
+        problem = str(error)
+        if isinstance(error, UnicodeDecodeError):
+            line = raw.count(b"\n", 0, error.start) + 1
+            problem = (
+                f"{path}: not UTF-8 text (byte 0x{raw[error.start]:02x} on line {line}); save it as UTF-8"
+            )
+        if path.suffix.lower() != ".toml":
+            problem += f"; if it contains data, its name must end in one of {SUFFIXES}"
+        raise ConfigError(problem) from None
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:

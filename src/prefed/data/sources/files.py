@@ -305,7 +305,10 @@ def _csv(
         try:
             values = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"{path}, row {before + 1}: not CSV: {error}") from error
+            # Such lines are those of the Macintosh format of Excel.
+            ends = "new-line character" in str(error)
+            problem = "a line ends in CR without LF; save it as CSV UTF-8" if ends else str(error)
+            raise DataError(f"{path}, row {before + 1}: not CSV: {problem}") from error
         if values is None:
             return
         # Spreadsheets write an empty row as a line of separators, and Excel the separator before the header.

@@ -83,6 +83,7 @@ _KINDS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
+SUFFIXES = ", ".join(_KINDS)
 NOT_TEXT = {
     b"PAR1": "a Parquet file: its name should end in .parquet",
     b"PK\x03\x04": "a zip archive or an Excel workbook: unpack it, or save the sheet as CSV UTF-8",

@@ -198,11 +198,12 @@ def _oasst(row: Row) -> list[RawPair | None]:
 def _label_studio(row: Row) -> list[RawPair | None]:
     """Convert a task with pairwise comparisons, whose client is the annotator."""
     pairs: list[RawPair | None] = []
-    data = value_at(row, "data")
+    data, others = value_at(row, "data"), dict[str, None]()
     for annotation in list_at(row, "annotations"):
         who = annotation.get("completed_by")
-        for result in annotation.get("result") or ():
-            if result.get("type") != "pairwise" or annotation.get("was_cancelled"):
+        for result in () if annotation.get("was_cancelled") else annotation.get("result") or ():
+            if result.get("type") != "pairwise":
+                others[str(result.get("type"))] = None
                 continue
             names = tuple(text_at(result, "to_name").split(","))
             if len(names) != 2 or not set(names) <= data.keys():
@@ -211,6 +212,10 @@ def _label_studio(row: Row) -> list[RawPair | None]:
                 )
             vote = value_at(result, "value.selected")
             pairs.append(_vote(data, names, vote, who.get("email") if isinstance(who, Mapping) else who))
+    if others and not pairs:
+        raise RowError(
+            f"the annotations are of type {', '.join(others)}; prefed reads those of type pairwise"
+        )
     return pairs or [None]
 
 
@@ -221,12 +226,21 @@ def _argilla(row: Row) -> list[RawPair | None]:
     names = tuple(name for name in fields if name not in (*columns.prompts, columns.system))
     if len(names) != 2 or len(answers) != 1:
         raise RowError(
-            f"this Argilla record has {len(names)} responses and {len(answers)} questions; prefed reads "
-            "records with one question about two responses"
+            f"this Argilla record has {len(names)} responses ({', '.join(names)}) and {len(answers)} "
+            "answered questions; prefed reads records with one question about two responses: give the fields "
+            "of the prompt usual names, such as prompt, and keep one question"
         )
     (question,) = answers
-    votes = list_at(answers, question)
-    return [_vote(fields, names, vote.get("value"), vote.get("user_id")) for vote in votes] or [None]
+    votes = [vote for vote in list_at(answers, question) if vote.get("status") in (None, "submitted")]
+    return [_vote(fields, names, _first(vote.get("value")), vote.get("user_id")) for vote in votes] or [None]
+
+
+def _first(vote: Any) -> Any:
+    """Return what a ranking places first, ``None`` if that is several responses; any other vote unchanged."""
+    if not isinstance(vote, list):
+        return vote
+    best = [entry.get("value") for entry in vote if entry.get("rank") == 1]
+    return best[0] if len(best) == 1 else None
 
 
 def _vote(fields: Row, names: tuple[str, ...], vote: Any, client: Any) -> RawPair | None:
@@ -737,6 +751,11 @@ def _help(row: Row) -> str:
         named = None if texts[0] in _DIALOGUES else prompt
         line = columns_line(Columns(prompt=named, completion=texts[0], label=thumbs[0]))
         return f"if {thumbs[0]} is a thumb up or down, read such rows with {line}"
+    both = [str(name) for name, item in unmarked(row) if _are_two_texts(item)]
+    if len(both) == 1:
+        order = {"chosen": f"{both[0]}.0", "rejected": f"{both[0]}.1", "prompt": prompt}
+        line = columns_line(usual_columns(row).model_copy(update=order))
+        return f"if the first text of {both[0]} is the better response, read such rows with {line}"
     if len(texts) < 2:
         return (
             "give two responses to each prompt, in the columns prompt, chosen and rejected, or one with a "
@@ -751,10 +770,10 @@ def _help(row: Row) -> str:
         line = columns_line(Columns(prompt=prompt, responses=numbered, preference=chooser))
         return f"if {chooser} names the better response, read them with {line}"
     if numbered or chooser:
-        which = f"If {chooser!r} names" if chooser else "In each row, find"
+        named = f", which {chooser!r} may name" if chooser else ""
         return (
-            f"use the columns prompt, chosen and rejected. {which} the better response, and write that "
-            "response as chosen and the other one as rejected"
+            f"use the columns prompt, chosen and rejected: in each row, find the better response{named}, and "
+            "write it as chosen and the other one as rejected"
         )
     return (
         "use the columns prompt, chosen and rejected, or name yours: "
@@ -779,6 +798,10 @@ def _names_one(vote: Any, names: tuple[str, str]) -> bool:
     except RowError:
         return False
     return True
+
+
+def _are_two_texts(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item)
 
 
 def _may_respond(item: Any) -> bool:

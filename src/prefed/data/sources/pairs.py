@@ -28,6 +28,7 @@ _LATER_TURN = re.compile(
 """The beginning of a turn in a dialogue written as one text."""
 _ROLES: Mapping[str, Role] = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
@@ -294,7 +295,7 @@ def read_prompt(row: Row, columns: Columns) -> Any:
     if system is None:
         return turns or None
     first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
-    if first.get("role", first.get("from")) != "system":
+    if _ROLES.get(str(first.get("role", first.get("from")))) != "system":
         return [{"role": "system", "content": system}, *turns]
     if first.get("content", first.get("value")) != system:
         raise RowError(f"{columns.system} differs from the system message in {' and '.join(names)}")

@@ -44,7 +44,7 @@ _BEYOND_TEXT = {
     *("tools", "tool_calls", "tool_choice", "functions", "function_call", "chat_template_kwargs"),
     *("image", "images", "video", "videos", "audio", "audios", "reasoning_content", "thinking"),
 }
-"""Names of columns that change what a model sees, but are not part of a text."""
+"""Names of columns that change what a model sees, but are not part of a text; ``_url`` etc. may follow."""
 
 
 def check_unread(
@@ -73,7 +73,9 @@ def check_unread(
         if path in ignored or any(path.startswith(f"{name}.") for name in ignored):
             continue
         name = path.rpartition(".")[2].strip().lower()
-        if name in _BEYOND_TEXT and not isinstance(value, int | float):
+        if re.sub(r"_(urls?|paths?|files?|bytes)$", "", name) in _BEYOND_TEXT and not isinstance(
+            value, int | float
+        ):
             problem = "changes what a model sees, but prefed trains on texts only"
             use = "leave out such rows"
         elif name in PROMPT_NAMES and not _is_date(value) and not _contained(value, prompts, responses):
