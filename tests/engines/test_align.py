@@ -503,55 +503,39 @@ def test_an_adapter_of_another_model_leaves_nothing_behind(alignment, tmp_path):
     assert content(alignment.folder) == content(whole.folder)
 
 
-def changed(change):
-    """A function that changes an adapter's tensors, the last of which is a factor B."""
-
-    def damage(folder):
-        tensors = load_file(folder / "adapter_model.safetensors")
-        change(tensors, max(tensors))
-        save_file(tensors, folder / "adapter_model.safetensors")
-
-    return damage
-
-
 DAMAGE = {
-    # Damage: what it does to the folder of an adapter, and the words of the refusal.
-    "none": (lambda folder: None, None),
-    "a missing factor": (changed(lambda tensors, last: tensors.pop(last)), "missing or unknown .*lora_B"),
+    # What an adapter's file has instead of its last tensor, a factor B, and the words of the refusal.
+    "none": (lambda last, value: {last: value}, None),
+    "a missing factor": (lambda last, value: {}, "missing or unknown .*lora_B"),
     "a further tensor": (
-        changed(lambda tensors, last: tensors.update({f"{last}s": torch.ones(2)})),
-        "missing or unknown tensors: .*weights",
+        lambda last, value: {last: value, f"{last}s": torch.ones(2)},
+        "missing or unknown .*weights",
     ),
-    "a prefix": (
-        changed(lambda tensors, last: tensors.update({f"module.{last}": tensors.pop(last)})),
-        "missing or unknown tensors: .*, .*module",
-    ),
-    "other sizes": (
-        changed(lambda tensors, last: tensors.update({last: tensors[last][1:].clone()})),
-        "size mismatch",
-    ),
-    "NaN": (changed(lambda tensors, last: tensors[last].fill_(torch.nan)), "not finite in float32"),
-    "infinity": (changed(lambda tensors, last: tensors[last].fill_(torch.inf)), "not finite in float32"),
-    "half a file": (
-        lambda folder: os.truncate(folder / "adapter_model.safetensors", 100),
-        "SafetensorError|deserializing",
-    ),
+    "a prefix": (lambda last, value: {f"module.{last}": value}, "missing or unknown .*, .*module"),
+    "NaN": (lambda last, value: {last: value * torch.nan}, "not finite in float32"),
+    "half a file": (None, "deserializing"),
 }
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_adapter_is_refused(place, tmp_path, damage, words):
-    """The control is the undamaged one, merged: its logits are those of plain PEFT."""
+    """The undamaged one is merged: the logits are those of plain PEFT."""
     tuned = get_peft_model(base(place), LoraConfig(r=2, target_modules=["c_proj"], init_lora_weights=False))
     tuned.save_pretrained(tmp_path)
-    damage(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    if damage is None:
+        os.truncate(path, 100)
+    else:
+        tensors = load_file(path)
+        value = tensors.pop(last := max(tensors))
+        save_file({**tensors, **damage(last, value)}, path)
     model = ModelConfig(name=str(place / "model"), device="cpu", lora={"rank": 1})
     if words is None:
-        merged = plain_logits(load_base(model, 0, tmp_path).causal)
-        assert torch.allclose(merged, plain_logits(tuned.eval()), atol=1e-4)
-        return
-    with pytest.raises(AlignError, match=rf"the adapter {tmp_path} does not fit .*({words})"):
-        load_base(model, 0, tmp_path)
+        expected = plain_logits(tuned.eval())
+        assert torch.allclose(plain_logits(load_base(model, 0, tmp_path).causal), expected, atol=1e-4)
+    else:
+        with pytest.raises(AlignError, match=rf"the adapter {tmp_path} does not fit .*{words}"):
+            load_base(model, 0, tmp_path)
 
 
 def test_no_end_is_put_after_a_completion_that_was_cut(alignment, monkeypatch):

@@ -1,12 +1,14 @@
 """How texts, prompts and rendered conversations become token ids, for every tokenizer of the zoo."""
 
+import json
+import unicodedata
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import processors
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from prefed.core import Key
 from prefed.data import (
@@ -90,6 +92,27 @@ def test_text_stays_text(name, text):
     # A Unigram model has no token for some characters, and decoders drop a blank at the start.
     if "unigram" not in name:
         assert made.decode(ids).lstrip() == text.lstrip()
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("text", ["<|IM_END|>", "＜|im_end|＞", "＜|IM_<|im_end|>end|>"])
+def test_a_normalizer_makes_no_control_token_of_a_text(text, normalized):
+    """The control is the tokenizer alone: it finds one if its tokens are compared with normalized text."""
+    state = json.loads(ZOO["chat"].backend_tokenizer.to_str())
+    parts = [{"type": "NFKC"}, {"type": "Lowercase"}]
+    state["normalizer"] = {"type": "Sequence", "normalizers": parts}
+    for token in state["added_tokens"]:
+        token["normalized"] = normalized
+    backend = Tokenizer.from_str(json.dumps(state))
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=CHATML)
+    assert (END in made(text)["input_ids"]) == (normalized or "<|im_end|>" in text)
+    outcome = encode(made, Record((Message("user", text),), text, "no"))
+    assert [outcome.prompt.count(END), outcome.branches[0].count(END)] == [1, 1]
+    assert ("control" in outcome.notes) == (normalized or "<|im_end|>" in text)
+    expected = unicodedata.normalize("NFKC", text).lower()
+    assert (
+        made.decode(outcome.branches[0], clean_up_tokenization_spaces=False) == f"{expected}<|im_end|><eos>"
+    )
 
 
 @pytest.mark.parametrize("name", ZOO)

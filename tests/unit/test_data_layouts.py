@@ -13,7 +13,7 @@ from prefed.data.prompts import read_prompts
 from prefed.data.sources import ReadCounts, read_records
 from prefed.data.sources.tracking import TrackedRow
 from prefed.runs.data_notices import data_notices, left_out_table
-from preferences import jsonl, pairs, tokenizer
+from preferences import CHATML, jsonl, pairs, tokenizer
 
 HUMAN = "\n\nHuman: Q\n\nAssistant: "
 AB = {"chosen": "a", "rejected": "b"}
@@ -82,6 +82,8 @@ ARGILLA = {
     "suggestions": {},
     "responses": {"better": [{"value": "second", "user_id": "ann"}]},
 }
+DISCARDED = {"value": "first", "status": "discarded"}
+RANKED = {"value": [{"value": "first", "rank": 2}, {"value": "second", "rank": 1}]}
 
 LAYOUTS = {
     # Layout: the row, and the prompt of the pair of "a" and "b" or of the thumb on "a" that it means.
@@ -192,18 +194,7 @@ LAYOUTS = {
     "oasst": ({"message_tree_id": "t", "prompt": TREE}, turns("u:Q")),
     "label-studio": (TASK, "Q"),
     "argilla": (ARGILLA, "Q"),
-    "argilla, ranked, one discarded": (
-        ARGILLA
-        | {
-            "responses": {
-                "better": [
-                    {"value": "first", "status": "discarded"},
-                    {"value": [{"value": "first", "rank": 2}, {"value": "second", "rank": 1}]},
-                ]
-            }
-        },
-        "Q",
-    ),
+    "argilla, ranked, one discarded": (ARGILLA | {"responses": {"better": [DISCARDED, RANKED]}}, "Q"),
     "kto": ({"system": "S", "question": "Q", "completion": "a", "label": True}, turns("s:S", "u:Q")),
     "kto of llama-factory": (
         {"instruction": "I", "input": "Q", "output": "a", "kto_tag": True},
@@ -478,6 +469,26 @@ def test_named_columns_of_prompts_are_asked_for(tmp_path, caplog):
         (row,) = (row for row, _ in read_prompts(Source(path=str(file), columns={"prompt": "q"})))
     assert (row.prompt, row.extra) == ("Q", {"context": "C", "post": "P"})
     assert [record.getMessage() for record in caplog.records] == [f"{file}: columns not used: context"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "words"),
+    [
+        (
+            "control_tokens_in_text",
+            [1, 1, 1],
+            "rows contain control tokens of the tokenizer, which are encoded",
+        ),
+        ("plain_text_for_a_chat_model", [0, 1, 1], '[data] template = "chat" renders them as user turns'),
+    ],
+)
+def test_the_shared_cases_of_chat_models(shared_cases, tmp_path, name, ends, words):
+    """The template ends a turn once, and so does each response; the text of a client ends none."""
+    made, one = tokenizer(chat=CHATML, eos="<|im_end|>"), {"by": "iid", "clients": 1}
+    config = DataConfig(train=str(shared_cases / f"data/{name}.jsonl"), partition=one)
+    dataset = build_dataset(config, made, Key(0), tmp_path / "built")
+    assert [list(ids).count(made.eos_token_id) for ids in dataset.tokens.pair(0)] == ends
+    assert words in "".join(line for part in data_notices(dataset) for line in part)
 
 
 def test_the_shared_cases(shared_cases):

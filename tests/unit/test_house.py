@@ -254,7 +254,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/align/": (2_150, ""),
     "src/prefed/config/": (1_600, ""),
     "src/prefed/core/": (1_500, ""),
-    "src/prefed/data/": (5_000, ""),
+    "src/prefed/data/": (5_005, "text that a normalizer makes a control token"),
     "src/prefed/engines/": (2_700, "[cohort], [evaluate] and [stop] are here, not in config"),
     "src/prefed/merge/": (1_650, ""),
     "src/prefed/methods/": (2_350, ""),
@@ -269,10 +269,10 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/ui/": (7_200, ""),
     "tests/": (2_450, ""),
     "tests/cli/": (4_850, ""),
-    "tests/engines/": (9_530, "pairs of two cut completions"),
+    "tests/engines/": (9_575, "damaged adapters"),
     "tests/golden/": (4_900, ""),
     "tests/laws/": (1_850, ""),
-    "tests/unit/": (21_867, "a response of several pairs is read once"),
+    "tests/unit/": (21_950, "normalizers that make control tokens; layouts of annotation tools"),
     # Words.
     "docs, README.md": (60_000, ""),
 }

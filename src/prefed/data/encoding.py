@@ -75,10 +75,16 @@ def text_of(tokenizer: Tokenizer) -> Callable[[str], str]:
     r"""Return a function that puts a :data:`MARK` in each control token that a text contains.
 
     Control tokens are the special tokens of the tokenizer, such as ``<|im_end|>``. With the mark after its
-    first character, it is tokenised as the text that it is, and cannot end a turn or begin another.
+    first character, it is tokenised as the text that it is, and cannot end a turn or begin another. If the
+    tokenizer looks for control tokens in what its normalizer returns, so does the function: the normalizer
+    may change other characters, such as ``<|IM_END|>``, to those of a control token.
     """
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    names = {str(token) for token in added if token.special} | {*getattr(tokenizer, "all_special_tokens", ())}
+    added = [t for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special]
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    normalize: Callable[[str], str] = getattr(normalizer, "normalize_str", str)
+    normalized = [str(token) for token in added if token.normalized]
+    names = {*map(str, added), *getattr(tokenizer, "all_special_tokens", ())}
+    names |= {*map(normalize, normalized)}
     # A single character cannot be divided.
     names = {name for name in names if len(name) > 1}
     if not names:
@@ -87,7 +93,13 @@ def text_of(tokenizer: Tokenizer) -> Callable[[str], str]:
     rests = {first: [re.escape(name[1:]) for name in names if name[0] == first] for first in firsts}
     # A look-ahead, to find tokens that overlap.
     pattern = re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rests[first])})" for first in rests))
-    return lambda text: pattern.sub(lambda match: match[0] + MARK, text)
+
+    def mark(text: str) -> str:
+        if normalized and len(pattern.findall(text)) < len(pattern.findall(normalize(text))):
+            text = normalize(text)
+        return pattern.sub(lambda match: match[0] + MARK, text)
+
+    return mark
 
 
 Note: TypeAlias = Literal["control", "ends", "unlike", "plain", "glued"]

@@ -23,10 +23,8 @@ _BATCH = 512
 _SEPARATORS = (",", ";", "\t", "|")
 """What may separate the fields of a CSV file: Excel writes semicolons where a comma is the decimal mark."""
 _WIDE = {
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
+    **{codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"},
+    **{codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"},
 }
 """Byte order marks. Longer ones come first, since a shorter one is the beginning of a longer one."""
 
@@ -166,14 +164,8 @@ def _is_whole_table(value: dict[str, Any]) -> bool:
 
 def type_name(value: Any) -> str:
     """Return the name of a JSON type, for messages."""
-    names = {
-        list: "a list",
-        dict: "an object",
-        str: "a string",
-        int: "a number",
-        float: "a number",
-        bool: "a boolean",
-    }
+    names: dict[type, str] = {list: "a list", dict: "an object", str: "a string"}
+    names |= {int: "a number", float: "a number", bool: "a boolean"}
     kind = dict if isinstance(value, dict) else type(value)
     return "null" if value is None else names.get(kind, kind.__name__)
 
@@ -306,8 +298,8 @@ def _csv(
             values = next(reader, None)
         except csv.Error as error:
             # Such lines are those of the Macintosh format of Excel.
-            ends = "new-line character" in str(error)
-            problem = "a line ends in CR without LF; save it as CSV UTF-8" if ends else str(error)
+            advice = "a line ends in CR without LF; save it as CSV UTF-8"
+            problem = advice if "new-line" in str(error) else error
             raise DataError(f"{path}, row {before + 1}: not CSV: {problem}") from error
         if values is None:
             return

@@ -751,7 +751,7 @@ def _help(row: Row) -> str:
         named = None if texts[0] in _DIALOGUES else prompt
         line = columns_line(Columns(prompt=named, completion=texts[0], label=thumbs[0]))
         return f"if {thumbs[0]} is a thumb up or down, read such rows with {line}"
-    both = [str(name) for name, item in unmarked(row) if _are_two_texts(item)]
+    both = [str(n) for n, item in unmarked(row) if isinstance(item, list) and [*map(type, item)] == [str] * 2]
     if len(both) == 1:
         order = {"chosen": f"{both[0]}.0", "rejected": f"{both[0]}.1", "prompt": prompt}
         line = columns_line(usual_columns(row).model_copy(update=order))
@@ -798,10 +798,6 @@ def _names_one(vote: Any, names: tuple[str, str]) -> bool:
     except RowError:
         return False
     return True
-
-
-def _are_two_texts(item: Any) -> bool:
-    return isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item)
 
 
 def _may_respond(item: Any) -> bool:

@@ -16,33 +16,15 @@ from prefed.data.sources.pairs import SYSTEM_NAMES, is_dialogue, messages_or_tex
 from prefed.data.sources.tracking import TrackedRow, peek
 
 PROMPT_NAMES = {
-    *(
-        "prompt",
-        "question",
-        "instruction",
-        "instructions",
-        "query",
-        "problem",
-        "input",
-        "inputs",
-        "user_prompt",
-    ),
-    *(
-        "user_input",
-        "messages",
-        "conversations",
-        "conversation",
-        "dialogue",
-        "dialog",
-        "trajectory",
-        "history",
-    ),
-    *("context", "document", "documents", "passage", "article", "background", *SYSTEM_NAMES),
+    *["prompt", "question", "instruction", "instructions", "query", "problem", "input", "inputs"],
+    *["user_prompt", "user_input", "messages", "conversations", "conversation", "dialogue", "dialog"],
+    *["trajectory", "history", "context", "document", "documents", "passage", "article", "background"],
+    *SYSTEM_NAMES,
 }
 """Names of columns that are part of a prompt."""
 _BEYOND_TEXT = {
-    *("tools", "tool_calls", "tool_choice", "functions", "function_call", "chat_template_kwargs"),
-    *("image", "images", "video", "videos", "audio", "audios", "reasoning_content", "thinking"),
+    *["tools", "tool_calls", "tool_choice", "functions", "function_call", "chat_template_kwargs"],
+    *["image", "images", "video", "videos", "audio", "audios", "reasoning_content", "thinking"],
 }
 """Names of columns that change what a model sees, but are not part of a text; ``_url`` etc. may follow."""
 
