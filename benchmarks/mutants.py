@@ -116,7 +116,7 @@ MUTANTS = tuple(
             "unit/test_trainer_factory.py",
         ),
         (
-            "train/metrics/pairs.py",
+            "train/feedback/pairs.py",
             "finite & (per_token[:, 0] > per_token[:, 1])",
             "finite & (per_token[:, 0] >= per_token[:, 1])",
             "unit/test_metrics.py",
@@ -326,7 +326,7 @@ MUTANTS = tuple(
             "unit/test_losses.py",
         ),
         (
-            "train/losses/batch.py",
+            "train/feedback/pairs.py",
             'self.rejected_ratio / self.need("rejected_length")',
             "self.rejected_ratio / self.chosen_length",
             "unit/test_losses.py",

@@ -1,4 +1,4 @@
-r"""Digests of small runs with every method, merge rule, loss, engine and stage, to compare two versions.
+r"""Digests of small runs with every method, rule, loss, feedback, engine and stage, to compare two versions.
 
     python benchmarks/same_numbers.py --place /tmp/place --out before.json      # at the first commit
     python benchmarks/same_numbers.py --place /tmp/place --out after.json --compare before.json
@@ -50,6 +50,21 @@ def make_place(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"Say {n}:"}) + "\n" for n in range(8))
     )
+    make_reward_model(folder / "reward", folder / "model")
+
+
+def make_reward_model(folder: Path, model: Path) -> None:
+    """A random reward model of one small block, with the tokenizer of ``model``."""
+    import torch
+    from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=128, n_embd=16, n_layer=1, n_head=2, num_labels=1
+    )
+    GPT2ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def cases(methods: list[str]) -> dict[str, dict[str, Any]]:
@@ -57,6 +72,12 @@ def cases(methods: list[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {name: {"method": {"name": name}} for name in methods}
     found |= {f"loss {name}": {"method": {"name": "feddpo", "objective": name}} for name in LOSSES}
     found |= {f"merge {name}": {"merge": merge} for name, merge in RULES.items()}
+    for name in ("feddpo", "fedamp", "fedper"):
+        thumbs, ppo = ({"name": name, "objective": objective} for objective in ("kto", "ppo"))
+        found |= {
+            f"thumbs {name}": {"method": thumbs, "data": {"format": "thumbs"}},
+            f"ppo {name}": {"method": ppo},
+        }
     found |= {
         "workers": {"engine": {"workers": 2, "threads": 1}},
         "bfloat16": {"model": {"dtype": "bfloat16"}},
@@ -116,6 +137,8 @@ def experiment(place: Path, changes: dict[str, Any]) -> dict[str, Any]:
         base["model"]["variational"] = {"latent": 4, "widths": [16, 8]}
     if "liars" in base.get("merge", {}) or name in ("centralized", "decdpo"):
         del base["cohort"]
+    if base["method"].get("objective") == "ppo":
+        base["method"]["reward_model"] = str(place / "reward")
     if "align" in base:
         base["align"]["prompts"] = str(place / "prompts.jsonl")
     return base

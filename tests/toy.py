@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,8 +48,11 @@ from prefed.engines.stopping import StopConfig
 from prefed.engines.tasks import MemoryStates as MemoryStates
 from prefed.merge import Aggregator, BadUpload, MergeConfig
 from prefed.methods import METHODS
+from prefed.methods.base import TrainingSettings
 from prefed.store import RunWriter
 from prefed.testing import Quadratic, QuadraticTrainer
+from prefed.train.feedback import CHOICES, PAIRS, Feedback
+from prefed.train.metrics import ChoiceScores, PairScores
 
 LAYOUT = Layout(
     (
@@ -88,25 +91,6 @@ class Sizes(NamedTuple):
     train: int
     validation: int
     test: int
-
-
-@dataclass
-class Scores:
-    """What a real trainer gives: ``[n, 2]`` each."""
-
-    policy: np.ndarray
-    reference: np.ndarray
-    lengths: np.ndarray
-    rewards: np.ndarray | None = None
-
-    @property
-    def orders(self) -> np.ndarray:
-        """As a selector gives them, the same in both orders."""
-        return np.repeat(self.policy[:, :1] - self.policy[:, 1:], 2, axis=1)
-
-    @property
-    def baseline(self) -> np.ndarray:
-        return np.repeat(self.reference[:, :1] - self.reference[:, 1:], 2, axis=1)
 
 
 class ToyTrainers:
@@ -152,14 +136,17 @@ class ToyTrainers:
             return QuadraticTrainer(client, Quadratic(targets), now, key, ownership, self.initial)
         return QuadraticTrainer(client, self.data[client], now, key, ownership, self.initial)
 
-    def score(self, client: str, tensors: Tensors, split: str) -> Scores:
+    def score(self, client: str, tensors: Tensors, split: str) -> PairScores | ChoiceScores:
         # On validation pairs the clients want the opposite.
         targets = self.data[client].targets * (-1 if split == "validation" else 1)
 
         def distances(flat: torch.Tensor) -> np.ndarray:
             return -torch.stack([(flat - targets).norm(dim=1), (flat + targets).norm(dim=1)], 1).numpy()
 
-        return Scores(distances(tensors.flat), distances(self.initial.flat), np.full((len(targets), 2), 5))
+        policy, base = distances(tensors.flat), distances(self.initial.flat)
+        if kind_of(self.options) is CHOICES:
+            return ChoiceScores(*(np.repeat(each[:, :1] - each[:, 1:], 2, axis=1) for each in (policy, base)))
+        return PairScores(policy, base, np.full((len(targets), 2), 5))
 
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,10 +246,15 @@ def toy_method(options: Mapping[str, Any]) -> Method:
     )
 
 
-def real_method(options: Mapping[str, Any]) -> Method:
-    """The registered method ``options["method"]``, with ``options["settings"]`` and small steps."""
+def settings_of(options: Mapping[str, Any]) -> TrainingSettings:
+    """``options["settings"]`` of the registered method ``options["method"]``, with small steps."""
     kind = METHODS[options["method"]]
-    chosen = kind.Settings(**{"lr": 0.05, "local_steps": 2, "batch_size": 2, **options["settings"]})
+    return kind.Settings(**{"lr": 0.05, "local_steps": 2, "batch_size": 2, **options["settings"]})
+
+
+def real_method(options: Mapping[str, Any]) -> Method:
+    """The registered method ``options["method"]`` with :func:`settings_of`."""
+    kind, chosen = METHODS[options["method"]], settings_of(options)
     return kind.build(
         chosen, LAYOUT, Aggregator(MergeConfig(**options["merge"]), LAYOUT, 2.0), options["rounds"]
     )
@@ -293,6 +285,11 @@ def misbehave(upload: Upload, tensors: Tensors, fault: str | None) -> Upload:
     return upload
 
 
+def kind_of(options: Mapping[str, Any]) -> Feedback:
+    """The kind of feedback of the method."""
+    return settings_of(options).feedback if options["method"] else PAIRS
+
+
 def options(**changes: Any) -> dict[str, Any]:
     """All options, those given changed."""
     assert not set(changes) - set(DEFAULTS)
@@ -316,6 +313,7 @@ def build(text: str) -> Job:
         evaluate=EvaluateConfig(every=chosen["every"], clients=chosen["evaluation_cohort"]),
         privacy=Privacy(minimum_pairs=chosen["minimum_pairs"], **chosen["privacy"]),
         stop=StopConfig(**chosen["stop"]) if chosen["stop"] else None,
+        feedback=kind_of(chosen),
     )
 
 

@@ -21,6 +21,7 @@ from prefed.merge.mixing import consensus_factors
 from prefed.methods import METHODS
 from prefed.store import RunWriter
 from prefed.testing import Quadratic, QuadraticTrainer
+from prefed.train.metrics import PairScores
 
 NAMES = ("a", "b", "c", "d", "e")
 GRAPHS = ("path", "ring", "star", "complete")
@@ -42,7 +43,7 @@ class Five:
     def score(self, client, tensors, split):
         distances = (tensors.flat - self.data[client].targets).norm(dim=1)
         both = torch.stack([-distances, torch.zeros_like(distances)], 1).numpy()
-        return toy.Scores(both, both * 0, np.full(both.shape, 1))
+        return PairScores(both, both * 0, np.full(both.shape, 1))
 
 
 def resting(path, graph, targets, rate, rounds):

@@ -21,7 +21,6 @@ from prefed.runs.reference import reference_folder
 from prefed.runs.run import default_out
 from prefed.runs.start_or_resume import fitted
 from prefed.store import RunReader, StoreError
-from prefed.train.metrics import client_metrics
 from prefed.train.pair_cache import PairScoreCache
 from prefed.train.pair_model import ReferenceLogprobs
 from prefed.ui.pages.page import render
@@ -204,7 +203,7 @@ def test_newcomers_never_train_and_are_judged_apart(place, tmp_path, method):
     assert summaries["some"]["preference_accuracy"] == summaries["none"]["preference_accuracy"]
     opened = load_run(tmp_path / "none", data=True)
     scores = opened.trainers.score("w1", opened.published_model, opened.job.evaluate.split)
-    shared = client_metrics(scores, 0.1)["preference_accuracy"]
+    shared = scores.metrics(0.1)["preference_accuracy"]
     assert summaries["none"]["unseen_accuracy"]["0"]["per_client"] == {"w1": shared}
 
 

@@ -51,10 +51,11 @@ def scaled(factor):
 
 def job(name="feddpo", merge=None, clients=5, rounds=2, untrained=(), **settings):
     """A real method on the toy's clients, all asked in every round."""
-    trainers = toy.ToyTrainers(toy.options(clients=clients, untrained=list(untrained)))
+    trainers = toy.ToyTrainers(toy.options(clients=clients, untrained=list(untrained), method=name))
     aggregator = Aggregator(MergeConfig(**(merge or {})), toy.LAYOUT, 2.0)
     chosen = METHODS[name].Settings(lr=0.05, local_steps=2, batch_size=2, **settings)
-    return Job(trainers, METHODS[name].build(chosen, toy.LAYOUT, aggregator, rounds), 7, rounds)
+    method = METHODS[name].build(chosen, toy.LAYOUT, aggregator, rounds)
+    return Job(trainers, method, 7, rounds, feedback=chosen.feedback)
 
 
 def play(path, job, backend=InProcess):

@@ -30,9 +30,11 @@ from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError
 from prefed.runs.build import job_factory
+from prefed.runs.evaluate import evaluate
 from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.loaded_run import load_run
 from prefed.store import StoreError
+from prefed.train.metrics import TABLE
 from prefed.ui.cli import app
 from workers import make_place
 
@@ -352,6 +354,54 @@ def test_an_objective_of_ones_own_is_trained_on(parts, tmp_path):
     (tmp_path / "loss.py").write_text(LOSS + "#")
     with pytest.raises(RunError, match=r"loss.py changed since the run"):
         load_run(tmp_path / "own")
+
+
+KIND = """
+from dataclasses import dataclass
+from typing import Any
+import numpy as np
+from prefed.train.feedback import Feedback
+from prefed.train.losses import PairLoss
+
+@dataclass
+class Gains:
+    gain: Any
+
+    def metrics(self, beta, weight=1.0, jury=()):
+        raised = float((self.gain > 0).mean())
+        shares = dict.fromkeys(("preference_accuracy", "reward_accuracy"), raised)
+        return {**shares, "baseline_accuracy": 0.0, "margin": float(self.gain.astype(float).mean())}
+
+DEMONSTRATIONS = Feedback(
+    "demonstrations",
+    "use objective 'likelihood'",
+    lambda tokens, rows: np.ones(len(rows), bool),
+    lambda model, rows, outputs, reference, loss: outputs[:, 0],
+    lambda model, rows, outputs, reference: Gains(outputs[:, 0] - reference[:, 0]),
+)
+plain = dict(needs_reference=False, needs_rejected=False)
+OBJECTIVE = PairLoss(
+    "likelihood", "nowhere", function=lambda batch: (-batch, {}), feedback=DEMONSTRATIONS, **plain
+)
+PAIRED = PairLoss("paired", "nowhere", function=lambda batch: (-batch.policy_chosen, {}), **plain)
+"""
+
+
+def test_a_kind_of_feedback_is_one_file_with_its_objective(parts, tmp_path):
+    """Demonstrations read the chosen responses of pairs. The same loss on pairs gives the same model, and its
+    shift of chosen responses is their margin. Evaluations, also of the finished run, have their metrics."""
+    (tmp_path / "kind.py").write_text(KIND)
+    own, pairs = (
+        run(parts("method.objective=./kind.py" + name), tmp_path / f"run{name[1:]}")
+        for name in ("", ":PAIRED")
+    )
+    assert own.server.tensors["model"].equal(pairs.server.tensors["model"])
+    assert own.summary["margin"] == pytest.approx(pairs.summary["chosen_shift"], rel=1e-6)
+    assert own.summary.keys() == pairs.summary.keys() - {
+        row.name for row in TABLE.values() if row.of == "pairs"
+    }
+    again = evaluate(load_run(tmp_path / "run", data=True)).figures["margin"]["mean"]
+    assert again == pytest.approx(own.summary["margin"], rel=1e-6)
 
 
 def test_a_rule_of_ones_own_merges(parts, tmp_path):

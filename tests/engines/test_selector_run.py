@@ -19,7 +19,6 @@ from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.loaded_run import load_run
 from prefed.trackers.terminal import stdout_console
-from prefed.train.metrics import choice_metrics
 from prefed.ui.cli import app
 from prefed.ui.pages.page import render
 from prefed.ui.pages.terminal import print_evaluation, print_result
@@ -82,7 +81,7 @@ def test_an_evaluation_afterwards_gives_what_the_summary_has(finished, place):
         if client in summary["preference_accuracy"]["per_client"]:
             models = opened.published_models.values()
             scored = [opened.trainers.score(client, model, "test") for model in models]
-            figures = choice_metrics(scored[u], scored)
+            figures = scored[u].metrics(jury=scored)
             for name in names:
                 assert summary[name]["per_client"][client] == figures[name]
     other = evaluate_file(opened, str(place / "test.jsonl"), everyone=True)
@@ -165,7 +164,7 @@ def test_a_newcomer_takes_the_selector_that_suits_it(place, tmp_path):
 
     losses = [trainer.loss(model, Objective("choice"), data.train) for model in models]
     best = models[int(np.argmin(losses))]
-    expected = choice_metrics(trainer.score(best, data.test))["preference_accuracy"]
+    expected = trainer.score(best, data.test).metrics()["preference_accuracy"]
     assert result.summary["unseen_accuracy"]["0"]["per_client"] == {"w1": expected}
     assert replace(opened.job, unseen=()).jury == ("selector-0", "selector-1")
 

@@ -15,7 +15,6 @@ from prefed.engines import BACKENDS, InProcess, ServerRounds
 from prefed.engines.config import EvaluateConfig
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
 from prefed.store import RunReader, RunWriter
-from prefed.train.metrics import ChoiceScores, choice_metrics
 from toy import Warned
 
 BISCUIT = {"selectors": 2, "warmup_rounds": 1, "regroup_every": 2, "cluster_mean": "normalised"}
@@ -67,14 +66,13 @@ def test_a_client_is_evaluated_with_its_clusters_selector_and_by_the_vote(tmp_pa
     job = toy.build(toy.text(**{**OPTIONS, "settings": {**BISCUIT, "selectors": 3}}))
     for client, u in server.values["clusters"].items():
         models = [job.trainers.initial.replace(server.tensors[f"selector-{k}"]) for k in range(3)]
-        scores = [job.trainers.score(client, model, "test") for model in models]
-        jury = [ChoiceScores(each.orders, each.baseline) for each in scores]
-        expected = choice_metrics(jury[u], jury)
+        jury = [job.trainers.score(client, model, "test") for model in models]
+        expected = jury[u].metrics(jury=jury)
         for name in ("preference_accuracy", "majority_accuracy"):
             assert rounds[-1]["evaluation"][name]["per_client"][client] == expected[name]
         for k, each in enumerate(jury):
             alone = rounds[-1]["evaluation"][f"selector_{k}_accuracy"]["per_client"][client]
-            assert alone == choice_metrics(each)["preference_accuracy"]
+            assert alone == each.metrics()["preference_accuracy"]
         votes = sum(np.sign(each.orders.mean(1)) for each in jury)
         assert expected["majority_accuracy"] == (votes > 0).mean()
 
@@ -84,7 +82,7 @@ def test_in_warm_up_clients_are_evaluated_with_the_selector_that_was_trained(tmp
     job = toy.build(toy.text(**{**OPTIONS, "rounds": 1}))
     model = job.trainers.initial.replace(server.tensors["selector-0"])
     for client in NAMES:
-        own = choice_metrics(job.trainers.score(client, model, "test"))["preference_accuracy"]
+        own = job.trainers.score(client, model, "test").metrics()["preference_accuracy"]
         assert rounds[0]["evaluation"]["preference_accuracy"]["per_client"][client] == own
 
 
@@ -101,7 +99,7 @@ def test_a_newcomer_takes_the_selector_of_its_least_loss_on_its_training_pairs(t
         adapted = job.method.adapt(trainer, published, 2)
         # Two steps of AdamW at this rate move each of 17 numbers by no more than about 0.6.
         assert 0 < (adapted - best).norm() < 2.6
-        own = choice_metrics(job.trainers.score(client, best, "test"))["preference_accuracy"]
+        own = job.trainers.score(client, best, "test").metrics()["preference_accuracy"]
         assert evaluate_newcomer(job, client, published, 5)["0"] == own
 
 
@@ -121,7 +119,7 @@ def test_newcomers_report_every_selector_and_small_clients_are_in_means_alone(tm
     for client in NAMES[4:]:
         for u in (0, 1):
             model = job.trainers.initial.replace(server.tensors[f"selector-{u}"])
-            own = choice_metrics(job.trainers.score(client, model, "test"))["preference_accuracy"]
+            own = job.trainers.score(client, model, "test").metrics()["preference_accuracy"]
             assert evaluation["unseen_selectors"][names[1 + u]]["per_client"][client] == own
     _, rounds, _ = play(tmp_path / "small", minimum_pairs=5)
     listed = set(rounds[-1]["evaluation"]["preference_accuracy"]["per_client"])

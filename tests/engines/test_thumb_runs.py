@@ -16,6 +16,7 @@ from prefed.engines.validation import read_figures
 from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.finished_run import read_run
 from prefed.runs.loaded_run import load_run
+from prefed.train.feedback import PAIRS
 from prefed.ui.pages.page import render
 
 THUMBS = {"preference_accuracy", "reward_accuracy", "baseline_accuracy", "margin", "kto_loss"}
@@ -151,7 +152,7 @@ def test_what_a_client_may_report(place, tmp_path):
     assert "does not expect: reward_up" in reason(pairs | {"reward_up": 0.5})
     assert "not finite" in reason(thumbs | {"reward_up": float("nan")})
     assert "expects: chosen_shift, chosen_shift_error, dpo_loss, normalized_accuracy" in reason(
-        thumbs, replace(job, thumbs=False)
+        thumbs, replace(job, feedback=PAIRS)
     )
 
 

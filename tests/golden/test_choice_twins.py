@@ -199,7 +199,8 @@ def test_what_does_not_fit_is_refused() -> None:
     trainer = PairTrainer(model, PAIRS)
     for name in ("dpo", "ppo"):
         with pytest.raises(
-            ValueError, match=f"objective '{name}' cannot train a selector; use objective 'choice'"
+            ValueError,
+            match=f"'{name}' trains on pairs, but the training data are choices; use objective 'choice'",
         ):
             trainer.loss(model.initial, Objective(name), ROWS)
     with pytest.raises(ValueError, match="'choice' has no setting 'beta'"):

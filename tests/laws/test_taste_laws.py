@@ -13,7 +13,6 @@ from prefed.merge import MergeConfig
 from prefed.merge.posteriors import summarize
 from prefed.methods.base import tastes as posteriors
 from prefed.train.losses import LATENT
-from prefed.train.metrics import choice_metrics
 from tastes import ROWS, TESTS, TRAIN, Federation, copied, half, taught
 
 PLAIN = {"prior": "standard", "prototypes": False, "cap": "off", "logit_dropout": 0.0}
@@ -107,7 +106,7 @@ def test_an_upload_has_two_latents_more_and_nothing_else(pairs):
         assert not validate_upload(
             upload, upload.client, exchange, run.method.ownership, run.model.initial, run.now(2)
         )
-    features = run.trainer._latent._features
+    features = run.trainer.scorer._features
     for client, rows in TRAIN.items():
         trust = run.private[client].tensors["trust"].flat
         assert torch.unique(trust).numel() > 1
@@ -319,7 +318,7 @@ def test_reversed_labels_of_the_context_reverse_the_taste(learned, shuffled):
 
 def test_a_prediction_reads_training_pairs_alone(learned, monkeypatch):
     """Neither the features nor the labels of any other pair are asked for."""
-    asked, features = set(), learned.trainer._latent._features
+    asked, features = set(), learned.trainer.scorer._features
     get, signs = features.get, learned.trainer.model.signs
     monkeypatch.setattr(features, "get", lambda rows: (asked.update(rows.tolist()), get(rows))[1])
     monkeypatch.setattr(
@@ -353,4 +352,4 @@ def test_own_taste_is_the_mean_over_contexts(learned):
     means, logs = learned.client("a", 1).posteriors(model, Objective(LATENT.name))
     assert torch.equal(model[Z], summarize(means, logs).mean)
     scores = learned.trainer.score(model, TESTS["a"])
-    assert choice_metrics(scores)["preference_accuracy"] == learned.accuracy(model, TESTS["a"])
+    assert scores.metrics()["preference_accuracy"] == learned.accuracy(model, TESTS["a"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from prefed.core import Privacy
-from prefed.train.metrics import ChoiceScores, choice_metrics, federated_metrics, majority, selector_metrics
+from prefed.train.metrics import ChoiceScores, federated_metrics, majority, selector_metrics
 
 
 def scores(orders: list[list[float]], baseline: list[list[float]] | None = None) -> ChoiceScores:
@@ -25,7 +25,7 @@ def test_four_pairs_by_hand() -> None:
     Softplus of the negated log-odds, with l = ln(1 + e): ln(1 + e⁻²) + ln 2; l + l; ln(1 + e⁻³) + ln(1 + e³);
     2 ln(1 + e⁻²).
     """
-    figures = choice_metrics(scores([[2, 0], [-1, -1], [3, -3], [2, 2]], [[1, 1], [2, 0], [-1, -1], [4, -4]]))
+    figures = scores([[2, 0], [-1, -1], [3, -3], [2, 2]], [[1, 1], [2, 0], [-1, -1], [4, -4]]).metrics()
     two, three = math.log1p(math.exp(-2)), math.log1p(math.exp(-3))
     losses = two + math.log(2) + 2 * math.log(1 + math.e) + three + math.log1p(math.exp(3)) + 2 * two
     assert figures == {
@@ -40,14 +40,14 @@ def test_four_pairs_by_hand() -> None:
 def test_one_presentation_order_is_not_enough() -> None:
     """A selector gives letter A 5 nats too many: its log-odds are s + 5 in order 1 and s − 5 in order 2. With
     s = 1 and s = −1 one of two pairs is right. Order 1 alone would call both right, order 2 alone none."""
-    figures = choice_metrics(scores([[6, -4], [4, -6]]))
+    figures = scores([[6, -4], [4, -6]]).metrics()
     assert figures["preference_accuracy"] == 0.5
     assert figures["margin"] == 0
 
 
 def test_a_selector_that_always_names_a_letter_is_wrong_on_every_pair() -> None:
     """Its log-odds in the two orders are +c and −c, a tie. Ties counted for A would make it right."""
-    figures = choice_metrics(scores([[3, -3], [-3, 3]]), [scores([[3, -3], [-3, 3]])])
+    figures = scores([[3, -3], [-3, 3]]).metrics(jury=[scores([[3, -3], [-3, 3]])])
     assert figures["preference_accuracy"] == figures["baseline_accuracy"] == figures["majority_accuracy"] == 0
 
 
@@ -58,7 +58,7 @@ def test_majority_by_hand() -> None:
         scores([[a, a] for a in column])
         for column in ([1, 100, 5, 1, 1], [1, -1, 1, 1, 1], [1, -1, -1, -4, -1], [-100, -1, -2, -1, -1])
     ]
-    figures = choice_metrics(jury[0], jury)
+    figures = jury[0].metrics(jury=jury)
     assert figures["majority_accuracy"] == 2 / 5
     assert [figures[name] for name in selector_metrics(4)] == [5 / 5, 4 / 5, 1 / 5, 0]
     votes = majority(np.stack([each.orders.mean(1) for each in jury]))
@@ -69,7 +69,7 @@ def test_a_selector_without_finite_log_odds_has_no_vote() -> None:
     """Pair 1: NaN, +, + is 2 to 0. Pair 2: NaN, +1, −2 is even, the sum −1. An own NaN is wrong."""
     broken = scores([[math.nan, 1], [math.inf, -math.inf], [1, 1]])
     jury = [broken, scores([[1, 1], [1, 1], [1, 1]]), scores([[1, 1], [-2, -2], [1, 1]])]
-    figures = choice_metrics(broken, jury)
+    figures = broken.metrics(jury=jury)
     assert figures["majority_accuracy"] == 2 / 3
     assert [figures[name] for name in selector_metrics(3)] == [1 / 3, 1, 2 / 3]
     assert figures["preference_accuracy"] == 1 / 3
@@ -82,7 +82,7 @@ def test_swapped_responses_turn_each_pair_that_is_no_tie(orders: np.ndarray) -> 
     """Accuracy and its mirror add up to the share of pairs without a tie, for one selector and the vote."""
     jury = [scores(each.tolist()) for each in orders]
     mirrored = [scores((-each).tolist()) for each in orders]
-    ours, theirs = choice_metrics(jury[0], jury), choice_metrics(mirrored[0], mirrored)
+    ours, theirs = jury[0].metrics(jury=jury), mirrored[0].metrics(jury=mirrored)
     own = orders[0].astype(np.float64).mean(1)
     together = majority(orders.astype(np.float64).mean(2))
     assert ours["preference_accuracy"] + theirs["preference_accuracy"] == pytest.approx((own != 0).mean())
@@ -92,11 +92,11 @@ def test_swapped_responses_turn_each_pair_that_is_no_tie(orders: np.ndarray) -> 
 
 def test_no_pairs() -> None:
     with pytest.raises(ValueError, match="no pairs to measure"):
-        choice_metrics(scores([]))
+        scores([]).metrics()
 
 
 def test_the_worst_choice_loss_is_the_highest() -> None:
-    metrics = {"a": choice_metrics(scores([[4, 4]])), "b": choice_metrics(scores([[-4, -4]]))}
+    metrics = {"a": scores([[4, 4]]).metrics(), "b": scores([[-4, -4]]).metrics()}
     over = federated_metrics(metrics, {"a": 1, "b": 1}, Privacy(minimum_pairs=1))
     assert over["choice_loss"]["worst"] == metrics["b"]["choice_loss"]
     assert over["preference_accuracy"]["worst"] == 0

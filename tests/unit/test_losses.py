@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from prefed.train.feedback import PAIRS
 from prefed.train.losses import OBJECTIVES, PPO, PairBatch, objective, reward_metrics
 
 
@@ -140,7 +141,7 @@ def test_golden(name: str, settings: dict[str, float], batch: PairBatch, expecte
     torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
-ALL = tuple(name for name, loss in OBJECTIVES.items() if not loss.unpaired)
+ALL = tuple(name for name, loss in OBJECTIVES.items() if loss.feedback is PAIRS)
 
 
 def wide(seed: int, size: int = 5, reward: float = 0.01) -> PairBatch:

@@ -1,7 +1,6 @@
 """Accuracies from log-probabilities, with numbers worked out by hand."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,15 +11,13 @@ from prefed.core import Privacy
 from prefed.train.metrics import (
     TABLE,
     ChoiceScores,
+    PairScores,
     ThumbScores,
-    choice_metrics,
-    client_metrics,
     federated_metric,
     federated_metrics,
     flat_loss_warning,
     not_finite_counts,
     small_clients_note,
-    thumb_metrics,
 )
 
 ALL = (
@@ -28,15 +25,13 @@ ALL = (
     "chosen_shift", "rejected_shift", "chosen_shift_error", "dpo_loss",
     "combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin",
 )  # fmt: skip
-"""What ``client_metrics`` gives of a model with a reward head."""
+"""What ``PairScores.metrics`` gives of a model with a reward head."""
 
 
-@dataclass
-class Scores:
-    policy: np.ndarray
-    reference: np.ndarray
-    lengths: np.ndarray
-    rewards: np.ndarray | None = None
+class Scores(PairScores):
+    """Scores whose rewards a test sets."""
+
+    __setattr__ = object.__setattr__
 
 
 def scores(policy, reference, lengths=None):
@@ -50,7 +45,7 @@ def test_a_pair_whose_log_probability_is_not_finite_is_wrong(bad):
     """Of two pairs the second is right by each accuracy of the policy, so all of them are 1/2."""
     both = scores([bad, (-5, -6)], [(-5, -6), (-6, -6)])
     both.rewards = np.array([[1, 0], [1, 0]], np.float32)
-    figures = client_metrics(both, beta=0.1)
+    figures = both.metrics(beta=0.1)
     ours = ("preference", "reward", "normalized", "combined")
     assert [figures[f"{name}_accuracy"] for name in ours] == [0.5] * 4
     assert figures["agreement"] == 0.5
@@ -65,14 +60,11 @@ def test_four_pairs_by_hand():
     3. −6, −3; −6, −4; 3, 1: wrong, before wrong, Δ = 0 − 1 = −1, per token −2 > −3 right
     4. −1, −5; −2, −3; 1, 5: right, before right, Δ = 1 + 2 = 3, per token −1 = −1 (a tie: wrong)
     """
-    figures = client_metrics(
-        scores(
-            [[-1, -2], [-2, -2], [-6, -3], [-1, -5]],
-            [[-1, -2], [-3, -1], [-6, -4], [-2, -3]],
-            [[1, 1], [2, 1], [3, 1], [1, 5]],
-        ),
-        beta=0.5,
-    )
+    figures = scores(
+        [[-1, -2], [-2, -2], [-6, -3], [-1, -5]],
+        [[-1, -2], [-3, -1], [-6, -4], [-2, -3]],
+        [[1, 1], [2, 1], [3, 1], [1, 5]],
+    ).metrics(beta=0.5)
     assert figures["preference_accuracy"] == 0.5
     assert figures["baseline_accuracy"] == 0.5
     assert figures["reward_accuracy"] == 0.5
@@ -89,7 +81,7 @@ def test_four_pairs_by_hand():
 def test_the_untouched_model_orders_nothing_by_reward():
     """Policy = reference: Δ = 0 everywhere, which is a tie, and the loss is log 2."""
     same = [[-1.5, -2.5], [-3.0, -1.0]]
-    figures = client_metrics(scores(same, same), 0.1)
+    figures = scores(same, same).metrics(0.1)
     assert (figures["reward_accuracy"], figures["margin"]) == (0.0, 0.0)
     assert figures["dpo_loss"] == pytest.approx(math.log(2))
     assert figures["preference_accuracy"] == figures["baseline_accuracy"] == 0.5
@@ -103,27 +95,27 @@ def test_a_reward_head_by_hand():
     """
     rewarded = scores([[-1, -3], [-2, -1], [-2, -3], [-4, -4]], [[0, 0]] * 4)
     rewarded.rewards = np.array([[1, 0], [0, -3], [-2, 2], [0.5, -1.5]], np.float32)
-    figures = client_metrics(rewarded, 0.1, weight=0.5)
+    figures = rewarded.metrics(0.1, weight=0.5)
     assert figures["combined_accuracy"] == 0.75
     assert figures["explicit_accuracy"] == 0.75
     assert figures["agreement"] == 0.25
     assert figures["explicit_margin"] == 0.5
     assert figures["margin"] == 0.5
     # 2.25, −0.25, 0 (a tie) and 0.5.
-    assert client_metrics(rewarded, 0.1, weight=0.25)["combined_accuracy"] == 0.5
+    assert rewarded.metrics(0.1, weight=0.25)["combined_accuracy"] == 0.5
     rewarded.rewards = None
-    assert client_metrics(rewarded, 0.1).keys() == figures.keys() - {
+    assert rewarded.metrics(0.1).keys() == figures.keys() - {
         "combined_accuracy", "explicit_accuracy", "agreement", "explicit_margin",
     }  # fmt: skip
 
 
 def test_nan_counts_as_wrong():
-    assert client_metrics(scores([[math.nan, -1.0]], [[-1.0, -1.0]]), 0.1)["preference_accuracy"] == 0.0
+    assert scores([[math.nan, -1.0]], [[-1.0, -1.0]]).metrics(0.1)["preference_accuracy"] == 0.0
 
 
 def test_no_pairs_are_an_error():
     with pytest.raises(ValueError, match="no pairs"):
-        client_metrics(scores([], []), 0.1)
+        scores([], []).metrics(0.1)
     with pytest.raises(ValueError, match="no client"):
         federated_metric({})
 
@@ -138,7 +130,7 @@ def test_the_worst_tenth():
 
 def test_the_worst_of_a_loss_is_the_highest():
     """The same 11 clients: the two highest have 1.0 and 0.9. The DPO loss is the
-    only metric of ``client_metrics`` that is better where it is lower."""
+    only metric of ``PairScores`` that is better where it is lower."""
     figure = federated_metric({str(k): k / 10 for k in range(11)}, loss=True)
     assert (figure["worst"], figure["mean"]) == (1.0, pytest.approx(0.5))
     assert figure["worst_decile"] == pytest.approx(0.95)
@@ -194,12 +186,10 @@ def test_pairs_without_finite_log_probabilities_are_counted_and_wrong():
     finite there is no such figure; the base model's numbers do not count."""
     nan, inf = math.nan, math.inf
     reference = [[-1, -2]] * 4
-    figures = client_metrics(scores([[-1, -2], [nan, -2], [-inf, -inf], [-3, -4]], reference), 0.1)
+    figures = scores([[-1, -2], [nan, -2], [-inf, -inf], [-3, -4]], reference).metrics(0.1)
     assert figures["not_finite"] == 2
     assert figures["preference_accuracy"] == 0.5
-    assert not_finite_counts({"a": figures, "b": client_metrics(scores(reference, reference), 0.1)}) == {
-        "a": 2
-    }
+    assert not_finite_counts({"a": figures, "b": scores(reference, reference).metrics(0.1)}) == {"a": 2}
 
 
 @pytest.mark.parametrize(
@@ -229,9 +219,9 @@ def test_the_table_lists_what_the_functions_compute_and_whose_it_is():
     pairs.rewards = orders
     jury = [ChoiceScores(orders, orders)] * 2
     found = {
-        ("policies", "reward heads"): client_metrics(pairs, 0.1),
-        ("thumbs", "some thumbs"): thumb_metrics(ThumbScores(orders, orders, np.array([True, False])), 0.1),
-        ("selectors", "several selectors"): choice_metrics(jury[0], jury),
+        ("pairs", "reward heads"): pairs.metrics(0.1),
+        ("thumbs", "some thumbs"): ThumbScores(orders, orders, np.array([True, False])).metrics(0.1),
+        ("choices", "several selectors"): jury[0].metrics(jury=jury),
     }
     for whose, metrics in found.items():
         names = {name for name in metrics if not name.startswith("selector_")}

@@ -134,7 +134,7 @@ def twin(pair_trainer: PairTrainer, tensors: Tensors, rows: Any, settings: dict[
     with torch.no_grad():
         reference = [own for own, _, _ in look(backbone.reference)]
         old = [(own, v) for own, v, _ in look(tensors)]
-    scores = torch.tensor(pair_trainer.trainers["ppo"]._rewards.scores[rows]).double()
+    scores = torch.tensor(pair_trainer.trainer_of("ppo")._rewards.scores[rows]).double()
     scores = ((scores - scores.mean()) / scores.std(correction=0)).clamp(-5, 5)
     signed = [s for r in scores for s in ((r[0] - r[1]) / 2, (r[1] - r[0]) / 2)]
     advantages, returns = [], []
@@ -187,7 +187,7 @@ def test_the_policy_gradient_it_starts_from() -> None:
     pair_trainer, tensors, parts = make()
     rows = np.arange(6)
     ours, _ = pair_trainer.visit(rows, Key(0), parts).gradient(tensors, Objective("ppo", PLAIN))
-    scores = torch.tensor(pair_trainer.trainers["ppo"]._rewards.scores)
+    scores = torch.tensor(pair_trainer.trainer_of("ppo")._rewards.scores)
     scores = ((scores - scores.mean()) / scores.std(correction=0)).clamp(-5, 5)
     backbone = pair_trainer.backbone
     backbone.load(tensors)
@@ -245,7 +245,7 @@ def test_the_critic_learns_its_returns() -> None:
     """λ = 1 and no penalty: a token's return is its response's R, so the slope of c (V − G)² in the bias at
     V = 0 is −2c times the mean R over tokens, and a step of rate η moves it by 2cη of that mean."""
     pair_trainer, tensors, parts = make(size=1)
-    pair_trainer.trainers["ppo"]._rewards.scores[0] = (3.0, -1.0)
+    pair_trainer.trainer_of("ppo")._rewards.scores[0] = (3.0, -1.0)
     lengths = pair_trainer.model.tokens.lengths[0, 1:]
     settings = {"kl": 0.0, "trace": 1.0, "value": 0.5}
     work = phase(pair_trainer, batch_size=1, settings=settings, optimizer=Optimizer("sgd", lr=0.2, clip=0.0))
@@ -294,7 +294,7 @@ def test_it_learns_what_the_reward_model_says() -> None:
     after = pair_trainer.score(
         pair_trainer.visit(rows, Key(0), parts).train(tensors, work).tensors, rows
     ).policy
-    scores = pair_trainer.trainers["ppo"]._rewards.scores[rows]
+    scores = pair_trainer.trainer_of("ppo")._rewards.scores[rows]
     signs = np.sign(scores[:, 0] - scores[:, 1])
     assert set(signs) == {1.0, -1.0}
     assert (np.sign((after - before) @ np.array([1.0, -1.0], np.float32)) == signs).all()
@@ -324,7 +324,7 @@ def test_loss_and_gradient_agree() -> None:
 
 def test_rewards_of_a_batch_are_standardised_over_the_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     pair_trainer, tensors, parts = make()
-    ppo, seen = pair_trainer.trainers["ppo"], []
+    ppo, seen = pair_trainer.trainer_of("ppo"), []
     roll_out = ppo._roll_out
 
     def record(rows: Any, rewards: torch.Tensor, *more: Any) -> Any:
@@ -403,7 +403,7 @@ def through(pair_trainer: PairTrainer) -> list[int]:
     """A list that records the rows that go through the reference, in order."""
     rows: list[int] = []
     number = {id(pair): row for row, pair in enumerate(pair_trainer.model.tokens.rows)}
-    ppo = pair_trainer.trainers["ppo"]
+    ppo = pair_trainer.trainer_of("ppo")
     outputs = ppo._outputs
 
     def record(group: Any, features: Any) -> Any:
@@ -434,7 +434,7 @@ def test_the_reference_sees_a_pair_once_and_none_that_is_not_read(tmp_path: Path
     batch = np.array(shared[1:2])
     objective = Objective("ppo", SETTINGS)
     others = pair_trainer.visit(OTHERS, Key(0), parts)
-    pair_trainer.trainers["ppo"].gradient(others, tensors, objective, batch, Key(0))
+    pair_trainer.trainer_of("ppo").gradient(others, tensors, objective, batch, Key(0))
     assert rows == shared
     again, _, _ = make(**small)
     rows = through(again)
@@ -461,10 +461,10 @@ def test_who_asks_first_and_a_kill_change_no_bit(tmp_path: Path) -> None:
     assert mine.equal(swapped[1])
     assert others.equal(swapped[0])
     before = pair_trainer(tmp_path / "before")
-    before.trainers["ppo"].fill_reference(max(before.model.groups(MINE), key=len)[1:], MINE)
+    before.trainer_of("ppo").fill_reference(max(before.model.groups(MINE), key=len)[1:], MINE)
     assert visits(before, MINE)[0].equal(mine)
     killed = pair_trainer(tmp_path / "killed")
-    ppo, calls = killed.trainers["ppo"], []
+    ppo, calls = killed.trainer_of("ppo"), []
     outputs = ppo._outputs
 
     def dies(*args: Any) -> Any:

@@ -176,7 +176,7 @@ def test_a_step_is_that_of_a_plain_loop(pairs, monkeypatch, scale):
 
     # The plain loop, over copies of the tensors.
     selector = VariationalSelector(model.config.variational, 32)
-    features = trainer._latent._features
+    features = trainer.scorer._features
     weights = {name: value.clone().requires_grad_() for name, value in model.initial.items()}
     logits = trust.flat.clone().requires_grad_()
     key = key.at("phase", "train")
@@ -291,7 +291,7 @@ def test_a_lora_trains_through_the_base_log_odds(pairs, most):
     lora = Ownership.of(model.layout, lambda e: Owner.SHARED if e.part == "lora" else Owner.FROZEN)
     visit = trainer.visit(ROWS[:20], Key(2), lora)
     start = Tensors(model.layout, model.initial.flat + 0.02)
-    latent = trainer.trainers["latent"]
+    latent = trainer.trainer_of("latent")
     gradient, _ = latent.gradient(visit, start, GOAL, batch, Key(2))
     along = gradient / gradient.norm()
     losses = [latent.gradient(visit, start + along * h, GOAL, batch, Key(2))[1] for h in (1e-2, -1e-2)]
@@ -303,18 +303,18 @@ def test_posteriors_come_from_even_contexts_of_training_pairs(pairs):
     model = backbone()
     trainer = PairTrainer(model, pairs)
     seen = []
-    spied = trainer._latent._posterior
-    trainer._latent._posterior = lambda context, *rest: (seen.append(context), spied(context, *rest))[1]
-    means, log_variances = trainer.posteriors(model.initial, GOAL, ROWS[:17], Key(3))
+    spied = trainer.scorer._posterior
+    trainer.scorer._posterior = lambda context, *rest: (seen.append(context), spied(context, *rest))[1]
+    means, log_variances = trainer.scorer.posteriors(model.initial, GOAL, ROWS[:17], Key(3))
     assert means.shape == log_variances.shape == (2, 4)
     assert [len(context) for context in seen] == [9, 8]
     assert sorted(np.concatenate(seen).tolist()) == list(range(17))
-    one, _ = trainer.posteriors(model.initial, GOAL, ROWS[:17][::-1], Key(3), pairs=4)
+    one, _ = trainer.scorer.posteriors(model.initial, GOAL, ROWS[:17][::-1], Key(3), pairs=4)
     assert seen[-1].tolist() == np.concatenate(seen[:2])[:4].tolist()
     assert one.shape == (1, 4)
-    assert trainer.posteriors(model.initial, GOAL, ROWS[:20], Key(3), pairs=18)[0].shape == (2, 4)
-    assert trainer.posteriors(model.initial, GOAL, ROWS[:0], Key(3))[0].shape == (0, 4)
-    assert trainer.posteriors(model.initial, GOAL, ROWS[:3], Key(3), pairs=0)[0].shape == (0, 4)
+    assert trainer.scorer.posteriors(model.initial, GOAL, ROWS[:20], Key(3), pairs=18)[0].shape == (2, 4)
+    assert trainer.scorer.posteriors(model.initial, GOAL, ROWS[:0], Key(3))[0].shape == (0, 4)
+    assert trainer.scorer.posteriors(model.initial, GOAL, ROWS[:3], Key(3), pairs=0)[0].shape == (0, 4)
 
 
 def test_the_untouched_model_adds_nothing_to_the_base(pairs):
@@ -332,7 +332,7 @@ def test_one_model_judges_by_both_tastes(pairs):
     labels, and the other's z gives the reverse. No plain selector can: the texts are alike."""
     trainer = PairTrainer(backbone(LATENT), pairs)
     tensors, halves = taught(trainer), (ROWS[:14], ROWS[20:34])
-    means = [trainer.posteriors(tensors, GOAL, rows, Key(0))[0].mean(0) for rows in halves]
+    means = [trainer.scorer.posteriors(tensors, GOAL, rows, Key(0))[0].mean(0) for rows in halves]
     for own, tested in enumerate((ROWS[14:20], ROWS[34:])):
         right = [
             float((trainer.score(tensors.replace({"latent/z": z}), tested).orders.mean(1) > 0).mean())

@@ -17,7 +17,7 @@ from prefed.data import DataConfig, DataError, Record, SelectorConfig, build_dat
 from prefed.data.statistics import dataset_statistics
 from prefed.data.tokens import pair_hash, thumbs
 from prefed.runs.loaded_run import _trained_on
-from prefed.train.metrics import ThumbScores, federated_metrics, thumb_metrics
+from prefed.train.metrics import ThumbScores, federated_metrics
 from prefed.ui.pages.terminal import print_dataset_statistics
 from preferences import jsonl, tokenizer
 
@@ -235,7 +235,7 @@ def test_metrics_by_hand():
     """t = mean(−4, −2, 0) = −2 and z_0 = 0. Of the ups at −1 and −3, ½ are over t and none over z_0, and the
     down at −5 is below both: balanced 3/4 and 1/2. Margin ½ [(1 − 1)/2 + 3] = 3/2; losses σ(−s r), β = 1.
     """
-    metrics = thumb_metrics(scores([-1.0, -3, -5], [-4.0, -2, 0], [True, True, False]), beta=1.0)
+    metrics = scores([-1.0, -3, -5], [-4.0, -2, 0], [True, True, False]).metrics(beta=1.0)
     losses = [1 / (1 + math.exp(gain)) for gain in (-1, -3, 5)]
     assert metrics == pytest.approx(
         {
@@ -252,13 +252,13 @@ def test_metrics_by_hand():
 
 def test_metrics_of_one_kind_and_of_one_thumb():
     """Without downs there is no reward of downs. A single response has no unrelated one, so t = 0."""
-    ups = thumb_metrics(scores([2.0, 0.5], [1.0, 1.0], [True, True]), beta=0.1)
+    ups = scores([2.0, 0.5], [1.0, 1.0], [True, True]).metrics(beta=0.1)
     assert "reward_down" not in ups
     assert (ups["preference_accuracy"], ups["baseline_accuracy"]) == (0.5, 0.0)
     assert ups["margin"] == pytest.approx(0.25)
-    one = thumb_metrics(scores([-1.0], [-9.0], [False]), beta=0.1)
+    one = scores([-1.0], [-9.0], [False]).metrics(beta=0.1)
     assert (one["preference_accuracy"], one["baseline_accuracy"], one["margin"]) == (1.0, 1.0, 1.0)
-    broken = thumb_metrics(scores([np.nan, 1.0], [0.0, 0.0], [False, True]), beta=0.1)
+    broken = scores([np.nan, 1.0], [0.0, 0.0], [False, True]).metrics(beta=0.1)
     assert (broken["preference_accuracy"], broken["not_finite"]) == (0.5, 1)
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Roun
 from prefed.data import ClientData, ClientSizes, FederatedDataset, TokenSet
 from prefed.data.dataset import RowCounts
 from prefed.models import ModelError
-from prefed.train import PairTrainerFactory
+from prefed.train import PairTrainer, PairTrainerFactory
 from prefed.train.optimizer_steps import batches
 from prefed.train.pair_cache import PairScoreCache
 from small_models import VOCABULARY, Pair, backbone
@@ -139,7 +140,8 @@ def test_pooled_pairs_are_those_of_clients_that_train() -> None:
 
 def test_contexts_are_the_same_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     made, keys = trainers("gpt2", CONTEXT, 1), []
-    monkeypatch.setattr(made.pair_trainer, "posteriors", lambda *arguments: keys.append(arguments[3]))
+    latent = SimpleNamespace(posteriors=lambda *arguments: keys.append(arguments[3]))
+    monkeypatch.setattr(PairTrainer, "scorer", latent)
     ownership = Ownership.of(made.initial.layout, lambda entry: Owner.SHARED)
     for number in (1, 2):
         now = Round(number, 2, Key(5).at("round", number), {"a": 1.0})

@@ -24,15 +24,7 @@ from prefed.data.record import parse_prompt
 from prefed.models.backbone import model_digest
 from prefed.models.config import first_rate
 from prefed.train import PairTrainer
-from prefed.train.metrics import (
-    SHIFT_ERROR,
-    SHIFT_METRICS,
-    PairScores,
-    broken_text,
-    client_metrics,
-    falls,
-    health_line,
-)
+from prefed.train.metrics import SHIFT_ERROR, SHIFT_METRICS, broken_text, falls, health_line
 
 ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
 SHIFT = SHIFT_METRICS[0]
@@ -151,8 +143,7 @@ def agreement(
     if not out.any():
         return {"agreement": None}
     scores = trainer.score(tensors, np.flatnonzero(out))
-    assert isinstance(scores, PairScores)
-    figures = client_metrics(scores, config.beta or 0.1)
+    figures = scores.metrics(config.beta or 0.1)
     shifts = {name: figures[name] for name in (SHIFT, SHIFT_ERROR)}
     return {"agreement": figures["reward_accuracy"], "margin": figures["margin"], **shifts}
 

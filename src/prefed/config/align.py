@@ -16,11 +16,12 @@ from prefed.core.plugins import is_code
 from prefed.core.strict_settings import StrictModel
 from prefed.data import Source
 from prefed.models import ModelConfig
+from prefed.train.feedback import PAIRS
 from prefed.train.losses import OBJECTIVES, PairLoss, objective
 
 
 def _needs_only_pairs(loss: PairLoss) -> bool:
-    return loss.needs_rejected and not loss.needs_reward and not loss.unpaired
+    return loss.needs_rejected and not loss.needs_reward and loss.feedback is PAIRS
 
 
 POLICY_OBJECTIVES = tuple(name for name, loss in OBJECTIVES.builtin.items() if _needs_only_pairs(loss))

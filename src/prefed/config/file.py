@@ -227,7 +227,7 @@ def kind_of(name: str) -> str:
 
 def _registries() -> dict[str, plugins.Registry[Any]]:
     from prefed.data.sources.formats import FORMATS
-    from prefed.train.metrics.pairs import METRICS
+    from prefed.train.metrics.table import METRICS
 
     return {**plugins.REGISTRIES, FORMATS.kind: FORMATS, METRICS.kind: METRICS}
 

@@ -78,7 +78,8 @@ def check_stop(stop: StopConfig, kind: MethodKind, settings: TrainingSettings, e
         and f"{kind.name} has no reward head with these settings",
         "majority_accuracy": getattr(settings, "selectors", 1) < 2
         and f"{kind.name} has no selectors that vote with these settings",
-        "loss": settings.unpaired and "it is the DPO loss of pairs, but clients train on thumbs",
+        "loss": not settings.feedback.stop_loss
+        and f"it is the DPO loss of pairs, but clients train on {settings.feedback.name}",
     }
     if reason := without.get(stop.metric):
         raise ValueError(

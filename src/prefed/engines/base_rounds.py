@@ -241,8 +241,7 @@ class Course(ABC):
             ``None`` if the round ends without an evaluation. The record is ``None`` if no client's metrics
             may be listed. Its fields are:
 
-            - the metrics of :func:`~prefed.train.metrics.client_metrics` or
-              :func:`~prefed.train.metrics.choice_metrics`: accuracies as a
+            - the metrics of the clients' scores: accuracies as a
               :class:`~prefed.train.metrics.FederatedMetric`, others as means over clients;
             - ``shared_accuracy`` of the published model, for personal methods;
             - ``text``, the health of the models' answers, if they are measured;

@@ -7,17 +7,9 @@ from typing import Literal, TypeAlias, cast
 
 from prefed.core import Download, State, Tensors
 from prefed.engines.job import PAIRS, Job
-from prefed.train.metrics import (
-    ChoiceScores,
-    PairScores,
-    ThumbScores,
-    choice_metrics,
-    client_metrics,
-    jury_metrics,
-    thumb_metrics,
-)
+from prefed.train.feedback.kind import Scores
+from prefed.train.metrics import ChoiceScores, jury_metrics
 
-Scores: TypeAlias = PairScores | ChoiceScores | ThumbScores
 Score: TypeAlias = Callable[[Tensors], Scores]
 """Model (full layout) → its scores of the pairs of an evaluation."""
 
@@ -25,18 +17,14 @@ Score: TypeAlias = Callable[[Tensors], Scores]
 def pair_figures(
     job: Job, scores: Scores, weight: float = 1.0, jury: Sequence[Scores] = ()
 ) -> dict[str, float]:
-    """The metrics of a model, depending on what the method's models read, and on the client's feedback.
+    """The metrics of a model, depending on the client's kind of feedback.
 
     Args:
-        weight: as for :func:`~prefed.train.metrics.client_metrics`.
-        jury: scores of the voting models, as for :func:`~prefed.train.metrics.choice_metrics`.
+        weight: weight of a reward head's margin, as for ``metrics`` of scores.
+        jury: scores of the voting models.
     """
     own = {metric.name: float(metric.function(scores).mean()) for metric in job.metrics}
-    if isinstance(scores, ThumbScores):
-        return own | thumb_metrics(scores, job.beta)
-    if job.method.reads == "choice":
-        return own | choice_metrics(cast("ChoiceScores", scores), cast("Sequence[ChoiceScores]", jury))
-    return own | client_metrics(cast("PairScores", scores), job.beta, weight)
+    return own | scores.metrics(job.beta, weight, jury)
 
 
 def evaluate_client(
@@ -44,10 +32,9 @@ def evaluate_client(
 ) -> dict[str, float]:
     """The metrics of a client's model.
 
-    They are those of :func:`~prefed.train.metrics.client_metrics`, plus ``shared_accuracy`` for a personal
-    method: the preference accuracy of the published model. For a method whose models read choices they are
-    those of :func:`~prefed.train.metrics.choice_metrics`; if it publishes several models, these are the jury.
-    On thumbs they are those of :func:`~prefed.train.metrics.thumb_metrics`.
+    They are those of the scores of its feedback, such as :class:`~prefed.train.metrics.PairScores`, plus
+    ``shared_accuracy`` for a personal method: the preference accuracy of the published model. If the method
+    publishes several models, these are the jury.
 
     Args:
         number: the round after which the client is evaluated.

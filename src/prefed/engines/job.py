@@ -31,7 +31,9 @@ from prefed.engines.simulated_fleet import FleetConfig, ScheduledRound, Visit, s
 from prefed.engines.stopping import StopConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import Topology
-from prefed.train.metrics import ChoiceScores, Metric, PairScores, ThumbScores, find_metrics
+from prefed.train import feedback as kinds
+from prefed.train.feedback.kind import Feedback, Scores
+from prefed.train.metrics import Metric, find_metrics
 
 PAIRS = "pairs/"
 """Prefix of a newcomer's metrics for which its latent taste is inferred from a number of pairs."""
@@ -77,7 +79,7 @@ class Job:
         graph: the communication graph of a method without a server; ``None`` with a server.
         diagnostics: what is measured in diagnosed rounds; ``None``: nothing.
         stop: early stopping; ``None``: all rounds are run, and only the last is kept.
-        thumbs: clients train on thumbs, so evaluations may have their metrics.
+        feedback: the kind of feedback that clients train on; evaluations may have its metrics.
         answers: writes what a client's models answer when it is evaluated; ``None``: nothing.
 
     Raises:
@@ -102,7 +104,7 @@ class Job:
     graph: GraphConfig | None = None
     diagnostics: Diagnostics | None = None
     stop: StopConfig | None = None
-    thumbs: bool = False
+    feedback: Feedback = kinds.PAIRS
     answers: ClientAnswers | None = None
 
     def __post_init__(self) -> None:
@@ -393,9 +395,7 @@ class TrainerFactory(Protocol):
     def trainer(self, client: str, now: Round, key: Key, ownership: Ownership) -> ClientTrainer:
         """The trainer of a client in a round. The client :data:`POOLED` has the pairs of all clients."""
 
-    def score(
-        self, client: str, tensors: Tensors, split: Literal["validation", "test"]
-    ) -> PairScores | ChoiceScores | ThumbScores:
+    def score(self, client: str, tensors: Tensors, split: Literal["validation", "test"]) -> Scores:
         """Score a client's pairs of a split with a model (full layout); see ``reads`` of a method."""
 
     def save_adapter(self, tensors: Tensors, folder: Path) -> None:

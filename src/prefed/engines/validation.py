@@ -83,8 +83,8 @@ def longest_answer(job: Job, client: str, exchange: str, number: int) -> int:
 
 
 def _longest_figures(job: Job, client: str) -> int:
-    # Thumbs have one metric more than pairs.
-    return 64 * (len(_expected_figures(job, client)) + 2 + job.thumbs)
+    # Of other feedback than pairs, a client may send other metrics.
+    return 64 * (len(_expected_figures(job, client)) + 3)
 
 
 def read_figures(
@@ -140,8 +140,8 @@ def _expected_figures(job: Job, client: str, content: Collection[str] = ()) -> l
     """The names of the metrics of ``client``, except ``not_finite``.
 
     Args:
-        content: the names that it sent. They decide whether its feedback is pairs or thumbs, of which clients
-            with thumbs of one kind lack a metric.
+        content: the names that it sent. They decide whether its feedback is pairs or of the kind that clients
+            train on, and which metrics of thumbs it lacks.
     """
     single = selector_metrics(len(job.jury))
     if client in job.unseen:
@@ -149,16 +149,17 @@ def _expected_figures(job: Job, client: str, content: Collection[str] = ()) -> l
         return [*job.newcomer_figures, *vote]
     rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
     choices = job.method.reads == "choice"
-    thumbs = job.thumbs and "kto_loss" in content
-    who = {"all", "selectors" if choices else "thumbs" if thumbs else "policies"}
-    who |= {"reward heads"} if rewards and not choices else set()
+    sent = {TABLE[name].of for name in content if name in TABLE}
+    kind = job.feedback.name
+    if "pairs" in sent and kind not in sent and not choices:
+        kind = "pairs"
+    who = {"all", kind, f"some {kind}"} | ({"reward heads"} if rewards and not choices else set())
     # Several published models form a jury; there is no single shared model.
     who |= {"several selectors"} if job.jury else {"personal models"} if job.method.personal else set()
-    who |= {"some thumbs"} if thumbs else set()
     own = [metric.name for metric in job.metrics]
 
     def expected(name: str) -> bool:
-        return (of := TABLE[name].of) in who and (of != "some thumbs" or name in content)
+        return (of := TABLE[name].of) in who and (not of.startswith("some ") or name in content)
 
     return [*filter(expected, ACCURACY_METRICS), *single, *own, *filter(expected, MEAN_METRICS)]
 

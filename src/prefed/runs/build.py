@@ -16,7 +16,6 @@ from prefed.core import Key, Owner, files, plugins
 from prefed.core.strict_settings import flatten
 from prefed.core.text import did_you_mean, pluralize, timed
 from prefed.data import FederatedDataset, SelectorConfig, Template, build_dataset
-from prefed.data.tokens import thumbs
 from prefed.engines import JobFactory
 from prefed.engines.diagnostics import Diagnostics
 from prefed.engines.job import Job, JobError
@@ -29,8 +28,7 @@ from prefed.models import Backbone, load_backbone, load_tokenizer
 from prefed.models.pretrained import with_dtype
 from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.reference import reference_folder
-from prefed.train.loss_trainer import check_feedback
-from prefed.train.losses import OBJECTIVES
+from prefed.train.losses import OBJECTIVES, check_feedback
 from prefed.train.pair_trainer import PairTrainerFactory
 
 if TYPE_CHECKING:
@@ -148,7 +146,7 @@ def build_trainers(
         try:
             named = "objective" in type(settings).model_fields
             what = f"objective {settings.goal().name!r}" if named else experiment.method.name
-            check_feedback(what, settings.unpaired, thumbs(dataset.tokens.lengths[trained]))
+            check_feedback(what, settings.feedback, dataset.tokens, trained)
         except ValueError as error:
             raise ConfigError(f"[method] {error}") from error
     with timed("model", experiment.model.name):
@@ -163,6 +161,7 @@ def build_trainers(
         reward_model=ppo.reward_model if ppo else None,
         responses=response_encoder(experiment, backbone),
         examples=example_encoder(experiment, backbone),
+        feedback=settings.feedback,
     )
 
 
@@ -251,7 +250,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
             graph=graph,
             diagnostics=_diagnostics(experiment),
             stop=experiment.stop,
-            thumbs=settings.unpaired,
+            feedback=settings.feedback,
         )
     except JobError as error:
         raise config_error(error, trainers.dataset.row_counts.unplaced) from error

@@ -51,7 +51,8 @@ from prefed.runs.start_or_resume import CODE, absent_code, changed_code, setting
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
 from prefed.train.generation import prompt_form
-from prefed.train.pair_trainer import PairTrainer, PairTrainerFactory
+from prefed.train.pair_trainer import PairTrainerFactory
+from prefed.train.trainers import PairTrainer
 
 _log = logging.getLogger("prefed")
 
@@ -106,6 +107,7 @@ class LoadedRun:
             fast=experiment.model.fast,
             responses=response_encoder(experiment, backbone),
             examples=example_encoder(experiment, backbone),
+            feedback=experiment.method.settings.feedback,
         )
 
     @cached_property

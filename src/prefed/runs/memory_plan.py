@@ -34,7 +34,7 @@ from prefed.models.pretrained import checkpoint_config, load_pretrained, with_dt
 from prefed.runs.build import build_data
 from prefed.train.packed import PackedForward, Packing
 from prefed.train.padded import pad
-from prefed.train.pair_cache import Rows, mismatched
+from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import PairModel
 
 META = torch.device("meta")
@@ -404,7 +404,7 @@ def plan_memory(experiment: Experiment, device: str) -> MemoryPlan:
 
             def rows(count: int) -> Rows:
                 same = np.repeat(longest, count)
-                return mismatched(same) if settings.unpaired else same
+                return settings.feedback.together(same)
 
             if not variants:
                 tokens = planned.pair_tokens(rows(1))

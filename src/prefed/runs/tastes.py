@@ -257,7 +257,7 @@ def taste_of_file(run: LoadedRun, file: str) -> tuple[Posterior, Pairs]:
         new = read_pairs(run, file, Path(folder), everyone=True)
         trainer = run.pair_trainer(new.tokens)
         goal, key = experiment.method.settings.goal(), Key(experiment.seed).at("contexts").at("file")
-        found = trainer.posteriors(run.published_model, goal, new.rows[EVERYBODY], key)
+        found = trainer.scorer.posteriors(run.published_model, goal, new.rows[EVERYBODY], key)
         pairs = np.array(new.tokens.pairs)
     return summarize(*found), pairs
 

@@ -6,7 +6,8 @@ from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.train.packed import Packing
-    from prefed.train.pair_trainer import ClientPairTrainer, PairTrainer, PairTrainerFactory
+    from prefed.train.pair_trainer import ClientPairTrainer, PairTrainerFactory
+    from prefed.train.trainers import PairTrainer
 
 __all__ = ["ClientPairTrainer", "Packing", "PairTrainer", "PairTrainerFactory"]
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prefed.core import PhaseResult
 from prefed.models.pretrained import ModelError
 from prefed.models.stacked_lora import why_not_stacked
-from prefed.train.loss_trainer import SHARED_TRAINING, LossTrainer, PhaseStart
+from prefed.train.loss_trainer import LossTrainer
 from prefed.train.packed import PackedForward
-
-if TYPE_CHECKING:
-    from prefed.train.pair_trainer import PairTrainer
+from prefed.train.trainers import SHARED_TRAINING, PairTrainer, PhaseStart
 
 T = TypeVar("T")
 
@@ -128,14 +126,13 @@ class Lockstep:
     def _train(self, starts: Sequence[PhaseStart]) -> list[PhaseResult]:
         results: dict[int, PhaseResult] = {}
         for group in self._groups(starts):
-            trainer = self._trainer.trainer(starts[group[0]].phase.objective)
+            trainer = self._trainer.trainer_of(starts[group[0]].phase.objective.name)
             if group[1:]:
                 assert isinstance(trainer, LossTrainer)
                 results.update(zip(group, trainer.train_together([starts[n] for n in group]), strict=True))
                 self._together += sum(results[number].steps for number in group)
             else:
-                start = starts[group[0]]
-                results[group[0]] = trainer.train(start.visit, start.tensors, start.phase)
+                results[group[0]] = trainer.train(starts[group[0]])
                 self._alone += results[group[0]].steps
         return [results[number] for number in range(len(starts))]
 
@@ -143,8 +140,7 @@ class Lockstep:
         """Yield the numbers of the phases that share passes of at most ``max_tokens`` tokens."""
         open_groups: dict[Any, tuple[list[int], int]] = {}
         for number, start in enumerate(starts):
-            trainer = self._trainer.trainer(start.phase.objective)
-            tokens = trainer.shared_tokens(start) if isinstance(trainer, LossTrainer) else None
+            tokens = self._trainer.trainer_of(start.phase.objective.name).shared_tokens(start)
             if tokens is None:
                 yield [number]
                 continue

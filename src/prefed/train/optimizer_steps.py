@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
-from prefed.core import Key, Moments, Optimizer, Ownership, Phase, PhaseResult, Tensors
+from prefed.core import Key, Moments, Optimizer, Phase, PhaseResult, Tensors
 from prefed.models import Backbone
 from prefed.train.pair_cache import Rows
 
@@ -123,19 +122,6 @@ class FlatOptimizer:
 
 LOSS_SCALE = 2.0**10
 """Loss scale for float16 models; the smallest positive float16 is 6e-8."""
-
-
-@dataclass(frozen=True, eq=False)
-class Visit:
-    """The turn of one client in one exchange of one round, with one or more phases.
-
-    Attributes:
-        rows: the client's training pairs.
-    """
-
-    rows: Rows
-    key: Key
-    ownership: Ownership
 
 
 def batches(rows: Rows, phase: Phase, key: Key) -> Iterator[Rows]:

@@ -25,7 +25,7 @@ from prefed.models.families import Family
 from prefed.models.pretrained import brief, own_forward
 from prefed.models.tastes import tasting
 from prefed.train.logprobs import token_logprobs
-from prefed.train.padded import Letters, PairForward, log_odds
+from prefed.train.padded import PairForward, log_odds
 
 if TYPE_CHECKING:
     from prefed.models.stacked_lora import Stack
@@ -146,28 +146,21 @@ class Packing:
             if ends:
                 if not min(c, r):
                     raise ValueError(f"pair {number} of the batch has an empty branch before its letter")
-                rows.append(start + np.array(segments[-1].ends))
+                needed, branches = np.array(segments[-1].ends), [chosen[-1:], other[-1:]]
                 pick.append(known + np.arange(2))
-                targets.append(np.array([chosen[-1], other[-1]]))
-                response.append(2 * number + np.arange(2))
-                start += p + c + r
-                known += 2
-                counts.append(2)
-                continue
-            skipped = 0 if whole else p - 1
-            count = p + c + r - skipped
-            rows.append(np.arange(start + skipped, start + p + c + r))
-            first = known + p - 1 - skipped
-            pick.append(np.arange(first, first + len(chosen)))
-            targets.append(chosen)
-            response.append(np.full(len(chosen), 2 * number))
-            if rejected:
-                pick += [np.array([first]), np.arange(first + c + 1, first + c + len(other))]
-                targets.append(other)
-                response.append(np.full(len(other), 2 * number + 1))
+            else:
+                needed = np.arange(0 if whole else p - 1, p + c + r)
+                branches = [chosen, other][: 1 + rejected]
+                first = known + p - 1 - needed[0]
+                pick.append(np.arange(first, first + len(chosen)))
+                if rejected:
+                    pick += [np.array([first]), np.arange(first + c + 1, first + c + len(other))]
+            rows.append(start + needed)
+            targets += branches
+            response += [np.full(len(branch), 2 * number + side) for side, branch in enumerate(branches)]
             start += p + c + r
-            known += count
-            counts.append(count)
+            known += len(needed)
+            counts.append(len(needed))
 
         def tensor(parts: list[npt.NDArray[np.int64]] | list[npt.NDArray[np.int32]]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
@@ -742,10 +735,6 @@ class PackedChoices(PackedForward):
     The last block, the final norm and two rows of the head run only at the last positions of the branches.
     ``rejected`` and ``rewards`` have no effect.
     """
-
-    def __init__(self, backbone: Backbone, letters: Letters) -> None:
-        super().__init__(backbone)
-        self._letters = torch.tensor(letters, device=backbone.device)
 
     def _pack(self, pairs: Sequence[Pair], rejected: bool, rewards: bool) -> Packing:
         return Packing.of(pairs, ends=True, device=self.backbone.device)

@@ -80,10 +80,14 @@ def shifted(completion: torch.Tensor) -> torch.Tensor:
 
 
 class PairForward(ABC):
-    """Forward pass of one model over preference pairs."""
+    """Forward pass of one model over preference pairs.
 
-    def __init__(self, backbone: Backbone) -> None:
-        self.backbone = backbone
+    Args:
+        letters: token ids of A and B if the pairs are choices.
+    """
+
+    def __init__(self, backbone: Backbone, letters: Letters | None = None) -> None:
+        self.backbone, self._letters = backbone, torch.tensor(letters or (), device=backbone.device)
 
     def __call__(
         self,
@@ -147,10 +151,6 @@ class PaddedForward(PairForward):
 
 class PaddedChoices(PaddedForward):
     """Log-odds of choices, for any causal language model."""
-
-    def __init__(self, backbone: Backbone, letters: Letters) -> None:
-        super().__init__(backbone)
-        self._letters = torch.tensor(letters, device=backbone.device)
 
     def _forward(
         self, pairs: Sequence[Pair], rejected: bool, rewards: bool, tastes: torch.Tensor | None

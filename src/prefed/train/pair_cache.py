@@ -11,18 +11,8 @@ import xxhash
 from prefed.core import files
 
 Rows = npt.NDArray[np.int64]
-"""``[n]`` record indices; for thumbs also ``[n, 2]``, with unrelated responses (:func:`mismatched`)."""
-
-
-def mismatched(rows: Rows) -> Rows:
-    """Return ``[n, 2]``: each of ``rows`` with the next one, whose response is unrelated to its prompt.
-
-    The last row has the first: KTO's estimate of a KL divergence (arXiv:2402.01306, section 4).
-
-    >>> mismatched(np.array([5, 3, 8])).tolist()
-    [[5, 3], [3, 8], [8, 5]]
-    """
-    return np.stack([rows, np.roll(rows, -1)], 1)
+"""``[n]`` record indices; or ``[n, 2]``, with the responses of other rows
+(:meth:`prefed.train.feedback.Feedback.together`)."""
 
 
 def split_rows(rows: Rows, size: int) -> list[Rows]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -196,8 +197,8 @@ def choose_forward(
     if obstacle:
         _log.warning("training uses the slower plain path: %s", obstacle)
     if fast and not obstacle:
-        return PackedForward(backbone) if letters is None else PackedChoices(backbone, letters)
-    return PaddedForward(backbone) if letters is None else PaddedChoices(backbone, letters)
+        return (PackedChoices if letters else PackedForward)(backbone, letters)
+    return (PaddedChoices if letters else PaddedForward)(backbone, letters)
 
 
 def _obstacle(backbone: Backbone, longest: int) -> str:
@@ -230,6 +231,7 @@ class ReferenceLogprobs:
         self.scoring = PairScoreCache(len(model.tokens), folder, name)
         self.training = PairScoreCache(len(model.tokens), folder, f"{name}-training")
         self.one_by_one = model.backbone.device.type == "cpu"
+        self._phase: dict[bytes, npt.NDArray[np.float32]] = {}
         self._mismatched: dict[bytes, npt.NDArray[np.float32]] = {}
 
     def fill_scoring(self, rows: Rows) -> None:
@@ -257,24 +259,39 @@ class ReferenceLogprobs:
         if wanted:
             self._compute(self.training, wanted)
 
-    def mismatched(self, rows: Rows) -> npt.NDArray[np.float32]:
-        """Return ``[n, 2]`` log π_ref of mismatched ``rows`` ``[n, 2]``, which are not cached."""
-        self._model.backbone.load(self._model.backbone.reference)
-        return self._model.outputs(rows, rewards=self._model.backbone.reward is not None)[:, :2]
+    def fill(self, parts: Sequence[Rows], client_rows: Rows) -> None:
+        """Compute the batches ``parts`` of a phase for :meth:`get`.
 
-    def scoring_mismatched(self, rows: Rows) -> npt.NDArray[np.float32]:
-        """Return :meth:`mismatched` of ``rows`` for scoring, which are the same each time, computed once."""
+        Rows with unrelated responses are not cached, because batches are drawn anew in every phase.
+        """
+        if parts[0].ndim == 1:
+            self.fill_training(np.concatenate(parts), client_rows)
+        else:
+            keys = (part.tobytes() for part in parts)
+            self._phase = dict(zip(keys, self._outputs(parts), strict=True))
+
+    def get(self, part: Rows) -> npt.NDArray[np.float32]:
+        """Return ``[n, 2]`` outputs of a batch of the last :meth:`fill`."""
+        return self.training.get(part) if part.ndim == 1 else self._phase[part.tobytes()]
+
+    def for_scoring(self, rows: Rows) -> npt.NDArray[np.float32]:
+        """Return ``[n, 2]`` outputs for scoring ``rows``, computed once; see :meth:`fill_scoring`."""
+        if rows.ndim == 1:
+            self.fill_scoring(rows)
+            return self.scoring.get(rows)
         key = rows.tobytes()
         if key not in self._mismatched:
-            self._mismatched[key] = self.mismatched(rows)
+            (self._mismatched[key],) = self._outputs([rows])
         return self._mismatched[key]
 
     def _compute(self, cache: PairScoreCache, blocks: list[Rows]) -> None:
         """Store the outputs of ``blocks`` in ``cache``, one pass or more per block."""
+        cache.put(np.concatenate(blocks), np.concatenate(self._outputs(blocks)))
+
+    def _outputs(self, blocks: Sequence[Rows]) -> list[npt.NDArray[np.float32]]:
         backbone = self._model.backbone
         backbone.load(backbone.reference)
-        # Only the first two numbers are stored. But rewards change how a batch is packed, and the reference
+        # Only the first two numbers are needed. But rewards change how a batch is packed, and the reference
         # must be packed like the policy for bit-identical results.
         rewards = backbone.reward is not None
-        values = [self._model.outputs(block, rewards=rewards)[:, :2] for block in blocks]
-        cache.put(np.concatenate(blocks), np.concatenate(values))
+        return [self._model.outputs(block, rewards=rewards)[:, :2] for block in blocks]

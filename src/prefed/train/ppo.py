@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
+from prefed.core import Key, Objective, PhaseResult, Tensors
 from prefed.data import Pair
 from prefed.models import Backbone, ModelError
 from prefed.models.tastes import tasting
 from prefed.train.logprobs import token_terms
 from prefed.train.losses import PPO
 from prefed.train.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
-from prefed.train.optimizer_steps import PhaseSteps, Visit, backward, batches, read_gradient
+from prefed.train.optimizer_steps import PhaseSteps, backward
 from prefed.train.packed import Packing, trunk_hidden
 from prefed.train.padded import PaddedForward, PairForward, by_response, logits_at, pad, shifted
 from prefed.train.pair_cache import RecordCache, Rows
-from prefed.train.pair_model import Features, PairModel
-from prefed.train.rewards import Rewards
+from prefed.train.pair_model import Features
+from prefed.train.trainers import ObjectiveTrainer, PairTrainer, PhaseStart, Visit
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,17 @@ class _PairRollouts:
         return self.tokens.take(torch.cat([self.index[int(row)] for row in rows]))
 
 
-class PPOTrainer:
+class PPOTrainer(ObjectiveTrainer):
     """Trains on the objective ``ppo``.
 
     Epochs and batches of a phase are those of PPO: ``batch_size`` 2 gives minibatches of four sequences.
     Dropout is off, because otherwise the ratio π/π_old would measure the dropout masks.
-
-    Args:
-        folder: where to store reference log-probabilities; ``None`` keeps them in memory.
-        name: identifies model and data in ``folder``.
     """
 
-    def __init__(self, model: PairModel, rewards: Rewards | None, folder: Path | None, name: str) -> None:
-        self._model, self._rewards = model, rewards
-        self._folder, self._name = folder, name
+    def __init__(self, pair_trainer: PairTrainer) -> None:
+        super().__init__(pair_trainer)
+        self._rewards, self._folder = pair_trainer.rewards, pair_trainer.cache
+        self._name = f"{pair_trainer.name}-tokens"
         # The phases of a visit share one rollout, computed by the first phase.
         self._rollouts: WeakKeyDictionary[Visit, _PairRollouts] = WeakKeyDictionary()
 
@@ -82,8 +78,8 @@ class PPOTrainer:
         tokens = self._model.tokens.lengths[:, 1:].sum(1, dtype=np.int64)
         return RecordCache(tokens, self._folder, self._name)
 
-    def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
-        """Run ``phase`` from ``tensors``.
+    def train(self, start: PhaseStart) -> PhaseResult:
+        """Run a phase.
 
         π_old is the policy at the start of the visit, in later phases too. A phase stops before a batch whose
         mean of ρ − 1 − log ρ exceeds 1.5 times ``target_kl``.
@@ -94,22 +90,22 @@ class PPOTrainer:
         Raises:
             ModelError: there is no reward model, or the model has no critic.
         """
+        visit, phase = start.visit, start.phase
         settings = PPO.resolve(phase.objective.settings)
         backbone, rows = self._model.backbone, visit.rows
         scores = self._scores(rows)
-        plan = list(batches(rows, phase, visit.key.at("phase", phase.name)))
-        self._load(tensors, rows, rows, settings)
+        self._load(start.tensors, rows, rows, settings)
         # The first phase of a visit needs the features of all rows, later phases only those of their batches.
-        start = self._rollouts.get(visit)
-        used = rows if start is None else rows[np.isin(rows, np.concatenate(plan))]
+        known = self._rollouts.get(visit)
+        used = rows if known is None else rows[np.isin(rows, np.concatenate(start.plan))]
         features = None if backbone.trains_trunk(phase.train) else self._model.features(used)
-        if start is None:
-            start = self._rollouts[visit] = self._roll_out(rows, scores, settings, features)
+        if known is None:
+            known = self._rollouts[visit] = self._roll_out(rows, scores, settings, features)
         steps = PhaseSteps(backbone, phase)
         stopped = False
-        for batch in plan:
+        for batch in start.plan:
             backbone.grad.zero_()
-            metrics = self._backward(batch, start, settings, features)
+            metrics = self._backward(batch, known, settings, features)
             bound = KL_TOLERANCE * settings["target_kl"]
             # NaN stops the phase too.
             if bound and not metrics["kl"] <= bound:
@@ -120,33 +116,20 @@ class PPOTrainer:
             steps.take(batch, metrics)
         return steps.result({}, stopped=float(stopped))
 
-    def gradient(
-        self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
-    ) -> tuple[Tensors, float]:
-        """Return gradient and value of the loss of a first step on ``batch``, with ``tensors`` as π_old.
-
-        Rewards are standardised over all pairs of the visit. ``key`` is unused, since there is no dropout.
-        """
-        names = visit.ownership.names(Owner.SHARED, Owner.PERSONAL)
-        return self._gradient(tensors, objective, visit.rows, batch, names)
-
-    def _gradient(
-        self, tensors: Tensors, objective: Objective, rows: Rows, batch: Rows, names: Iterable[str]
-    ) -> tuple[Tensors, float]:
+    def _first_step(
+        self, rows: Rows, tensors: Tensors, objective: Objective, batch: Rows, key: Key
+    ) -> Callable[[], dict[str, float]]:
+        """Rewards are standardised over all ``rows``. ``key`` is unused, since there is no dropout."""
         settings = PPO.resolve(objective.settings)
         self._load(tensors, batch, rows, settings)
         taken = np.isin(rows, batch)
         scores = self._scores(rows)[torch.from_numpy(taken)]
         start = self._roll_out(rows[taken], scores, settings, None)
-        backbone = self._model.backbone
-        backbone.train_only(names)
-        backbone.grad.zero_()
-        metrics = self._backward(batch, start, settings, None)
-        return read_gradient(backbone), metrics["loss"]
+        return partial(self._backward, batch, start, settings, None)
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
         """Return the loss of a first step on all ``rows``."""
-        return self._gradient(tensors, objective, rows, rows, ())[1]
+        return self._first_step(rows, tensors, objective, rows, Key(0))()["loss"]
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         """Return ``[n, 2]`` rewards R of the responses."""

@@ -11,20 +11,23 @@ private as they are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed.core import Key, Objective, Owner, Phase, PhaseResult, Tensors
-from prefed.data import Pair
+from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
+from prefed.data import Pair, Template
 from prefed.data.responses import ResponseEncoder
 from prefed.models.tastes import CAP, PROTOTYPES, VariationalSelector, Z
-from prefed.train.losses import CHOICE, LATENT, ChoiceBatch
+from prefed.train.feedback import CHOICES
+from prefed.train.losses import CHOICE, LATENT, LossOutput, ObjectiveSpec
 from prefed.train.losses.tastes import (
     CAPS,
     PRIORS,
@@ -39,18 +42,17 @@ from prefed.train.losses.tastes import (
 )
 from prefed.train.optimizer_steps import (
     PhaseSteps,
-    Visit,
     backward,
     batches,
     dropout,
     grouped_outputs,
     make_optimizer,
-    read_gradient,
 )
 from prefed.train.packed import PackedForward, Packing, trunk_hidden
 from prefed.train.padded import logits_at, pad
 from prefed.train.pair_cache import RecordCache, Rows, split_rows
-from prefed.train.pair_model import PairModel, ReferenceLogprobs
+from prefed.train.pair_model import PairModel
+from prefed.train.trainers import ObjectiveTrainer, PairTrainer, PhaseStart
 
 BLOCK = 512
 """Pairs tokenised at a time."""
@@ -286,35 +288,64 @@ CONTEXT = 16
 """Maximum number of pairs in a context."""
 
 
-class LatentTrainer:
+class HiddenTrainer(ObjectiveTrainer):
+    """Trains log-odds that are computed from hidden states.
+
+    Raises:
+        ValueError: the model lacks the tensor of the objective.
+    """
+
+    objective: ClassVar[ObjectiveSpec]
+
+    def __init__(self, pair_trainer: PairTrainer) -> None:
+        super().__init__(pair_trainer)
+        model, spec = self._model.backbone, self.objective
+        if spec.tensor not in model.layout:
+            raise ValueError(f"objective {spec.name!r} requires a model with the tensor {spec.tensor!r}")
+        encoder = pair_trainer.responses or ResponseEncoder(
+            model.tokenizer, Template(model.tokenizer), model.window or sys.maxsize
+        )
+        name = f"{pair_trainer.name}-responses"
+        self._features = ResponseFeatures(self._model, encoder, pair_trainer.cache, name)
+        self._weights: Mapping[str, torch.Tensor] = model.parameters
+
+    def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
+        """Return the mean cross-entropy over ``rows``, for a latent taste at that in ``tensors``."""
+        values, _ = self._choice(torch.from_numpy(self.outputs(tensors, rows)), rows)
+        return float(values.mean())
+
+    def _choice(self, orders: torch.Tensor, rows: Rows) -> LossOutput:
+        return CHOICE(CHOICES.batch(self._model, rows, orders, None, CHOICE))
+
+
+class LatentTrainer(HiddenTrainer):
     """Trains on the objective ``latent``, and computes log-odds at the taste in a model's tensors.
 
     A batch has at most half of the client's pairs, so that some remain for the context.
     """
 
-    def __init__(self, model: PairModel, references: ReferenceLogprobs, features: ResponseFeatures) -> None:
-        self._model, self._references, self._features = model, references, features
-        backbone = model.backbone
-        settings = backbone.config.variational
-        self._selector = VariationalSelector(settings, backbone.width)
-        self._weights: Mapping[str, torch.Tensor] = backbone.parameters
+    objective = LATENT
+
+    def __init__(self, pair_trainer: PairTrainer) -> None:
+        super().__init__(pair_trainer)
+        backbone = self._model.backbone
+        self._selector = VariationalSelector(backbone.config.variational, backbone.width)
         # With a LoRA the base log-odds change from step to step, but h is always the base model's.
         self._adapted = backbone.trains_trunk(backbone.layout.names)
 
-    def train(self, visit: Visit, tensors: Tensors, phase: Phase) -> PhaseResult:
-        """Run ``phase`` from ``tensors``.
+    def train(self, start: PhaseStart) -> PhaseResult:
+        """Run a phase.
 
         Returns:
             Metrics are means over the steps: log-likelihood loss ``nll``, ``kl``, ``pull``,
                 ``orthogonality``, the posterior's mean ``log_variance``, ``accuracy`` and ``margin``.
         """
-        settings = LATENT.resolve(phase.objective.settings)
-        backbone, rows = self._model.backbone, visit.rows
-        key = visit.key.at("phase", phase.name)
+        phase, key, rows = start.phase, start.key, start.visit.rows
+        settings, backbone = LATENT.resolve(phase.objective.settings), self._model.backbone
         size = min(phase.batch_size * phase.accumulate, max(1, len(rows) // 2))
         plan = list(batches(rows, replace(phase, batch_size=size, accumulate=1), key))
         self._fill(rows, rows[np.isin(rows, np.concatenate(plan))])
-        backbone.load(tensors)
+        backbone.load(start.tensors)
         steps, prior = PhaseSteps(backbone, phase), LatentPrior(settings, backbone.device, phase)
         with dropout(backbone, trunk=self._adapted):
             for batch in plan:
@@ -324,30 +355,20 @@ class LatentTrainer:
                 prior.step(scale if steps.take(batch, metrics) else 0.0)
         return replace(steps.result({}), auxiliary=prior.auxiliary())
 
-    def gradient(
-        self, visit: Visit, tensors: Tensors, objective: Objective, batch: Rows, key: Key
-    ) -> tuple[Tensors, float]:
-        """Return gradient and value of the loss of a step on ``batch``, a subset of the visit's pairs.
-
-        The prior is N(0, I). There is no context if the batch contains all pairs.
-        """
-        settings, backbone, rows = LATENT.resolve(objective.settings), self._model.backbone, visit.rows
+    def _first_step(
+        self, rows: Rows, tensors: Tensors, objective: Objective, batch: Rows, key: Key
+    ) -> Callable[[], dict[str, float]]:
+        settings, backbone = LATENT.resolve(objective.settings), self._model.backbone
         self._fill(rows, batch)
         backbone.load(tensors)
-        backbone.train_only(visit.ownership.names(Owner.SHARED, Owner.PERSONAL))
-        backbone.grad.zero_()
-        with dropout(backbone, trunk=self._adapted):
-            prior = LatentPrior(settings, backbone.device)
-            metrics = self._backward(rows, batch, settings, prior, key)
-        return read_gradient(backbone), metrics["loss"]
 
-    def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:
-        """Return the mean log-likelihood loss over ``rows`` at the taste in ``tensors``, without dropout."""
-        orders = torch.from_numpy(self.orders(tensors, rows))
-        values, _ = CHOICE(ChoiceBatch(orders, torch.from_numpy(self._model.signs(rows))))
-        return float(values.mean())
+        def step() -> dict[str, float]:
+            with dropout(backbone, trunk=self._adapted):
+                return self._backward(rows, batch, settings, LatentPrior(settings, backbone.device), key)
 
-    def orders(self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None) -> npt.NDArray[np.float32]:
+        return step
+
+    def outputs(self, tensors: Tensors, rows: Rows, z: torch.Tensor | None = None) -> npt.NDArray[np.float32]:
         """Return ``[n, 2]`` log-odds that the first response is better, by presentation order.
 
         Labels of ``rows`` are not used. Everything that does not depend on z is computed once per pair.
@@ -406,14 +427,11 @@ class LatentTrainer:
             self._references.fill_training(judged, rows)
 
     def _posterior(self, context: Rows, capped: float, generator: torch.Generator | None = None) -> Gaussian:
-        signs = self._signs(context)
+        signs = torch.from_numpy(self._model.signs(context)).to(self._model.backbone.device)
         features = self._selector.pair_features(self._weights, self._features.get(context), signs, generator)
         kind = CAPS[int(capped)]
         cap, soft = None if kind == "off" else CAP, kind == "soft"
         return Gaussian(*self._selector.posterior(self._weights, features, cap=cap, soft=soft))
-
-    def _signs(self, rows: Rows) -> torch.Tensor:
-        return torch.from_numpy(self._model.signs(rows)).to(self._model.backbone.device)
 
     def _backward(
         self, rows: Rows, batch: Rows, settings: Mapping[str, float], prior: LatentPrior, key: Key
@@ -428,7 +446,7 @@ class LatentTrainer:
         if share := settings["logit_dropout"]:
             keep = (torch.rand(len(batch), generator=key.at("keep").torch()) >= share).float().to(device)
         orders = self._selector.log_odds(self._weights, self._features.get(batch), z, base, keep, generator)
-        values, more = CHOICE(ChoiceBatch(orders, self._signs(batch)))
+        values, more = self._choice(orders, batch)
         loss = values.mean() + terms
         backward(self._model.backbone, loss)
         finish()

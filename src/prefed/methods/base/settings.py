@@ -18,7 +18,8 @@ from pydantic import Field, model_validator
 from prefed.core import Objective, Optimizer, Phase
 from prefed.core.strict_settings import StrictModel
 from prefed.merge import lora
-from prefed.train.losses import CHOICE, OBJECTIVES, PPO, objective, reads_thumbs
+from prefed.train.feedback import Feedback
+from prefed.train.losses import CHOICE, OBJECTIVES, PPO, find_objective, objective
 
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
@@ -88,9 +89,9 @@ class TrainingSettings(StrictModel):
         """The loss that clients minimise."""
 
     @property
-    def unpaired(self) -> bool:
-        """Whether clients train on thumbs instead of pairs."""
-        return reads_thumbs(self.goal().name)
+    def feedback(self) -> Feedback:
+        """The kind of feedback that clients train on."""
+        return find_objective(self.goal().name).feedback
 
     def batches(self) -> tuple[int, int]:
         """Pairs in a batch, and batches that make an optimiser step."""
@@ -235,10 +236,10 @@ class LocalSettings(TrainingSettings):
     def _known_objective(self) -> LocalSettings:
         if "beta" in self.objective_settings:
             raise ValueError("set beta as a setting of the method, not in objective_settings")
-        if self.unpaired and self.batch_size < 2:
+        if self.feedback.pairing and self.batch_size < 2:
             raise ValueError(
-                f"objective {self.objective!r} estimates a KL divergence from the other thumbs of a batch; "
-                "set batch_size to 2 or more"
+                f"objective {self.objective!r} estimates a KL divergence from the other {self.feedback.name} "
+                "of a batch; set batch_size to 2 or more"
             )
         return self
 

@@ -1,29 +1,9 @@
-"""Objectives as pure functions of log-probabilities: DPO and its variants, KTO, PDPO, SFT, PPO.
+"""Objectives: losses on pairs, thumbs and choices as pure functions of a model's outputs, and others."""
 
-Losses of selectors take log-odds of choices.
-"""
-
-from prefed.train.losses.batch import LossOutput, PairBatch, reward_metrics
-from prefed.train.losses.preference import (
-    ChoiceBatch,
-    ThumbBatch,
-    cdpo,
-    choice,
-    dpo,
-    dpo_norm,
-    dpop,
-    hinge,
-    ipo,
-    kto,
-    kto_pair,
-    odpo,
-    orpo,
-    pdpo,
-    robust,
-    rpo,
-    sft,
-    simpo,
-)
+from prefed.train.feedback.choices import ChoiceBatch, choice
+from prefed.train.feedback.kind import LossOutput
+from prefed.train.feedback.pairs import PairBatch, reward_metrics
+from prefed.train.feedback.thumbs import ThumbBatch
 from prefed.train.losses.registry import (
     CHOICE,
     LATENT,
@@ -32,8 +12,10 @@ from prefed.train.losses.registry import (
     PPO,
     ObjectiveSpec,
     PairLoss,
+    check_feedback,
+    feedback_of,
+    find_objective,
     objective,
-    reads_thumbs,
 )
 
 __all__ = [
@@ -48,23 +30,10 @@ __all__ = [
     "PairBatch",
     "PairLoss",
     "ThumbBatch",
-    "cdpo",
+    "check_feedback",
     "choice",
-    "dpo",
-    "dpo_norm",
-    "dpop",
-    "hinge",
-    "ipo",
-    "kto",
-    "kto_pair",
+    "feedback_of",
+    "find_objective",
     "objective",
-    "odpo",
-    "orpo",
-    "pdpo",
-    "reads_thumbs",
     "reward_metrics",
-    "robust",
-    "rpo",
-    "sft",
-    "simpo",
 ]

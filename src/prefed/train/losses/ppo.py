@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefed.core.lazy import torch
-from prefed.train.losses.batch import LossOutput
+from prefed.train.feedback.kind import LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor

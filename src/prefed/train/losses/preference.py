@@ -1,4 +1,4 @@
-"""Losses on preference pairs: DPO and its variants, PDPO, SimPO, ORPO, SFT; on thumbs: KTO; and of selectors.
+"""Losses on preference pairs: DPO and its variants, PDPO, SimPO, ORPO, SFT.
 
 Losses with a reference use Δ_ir = [log π_θ(y_w|x) − log π_ref(y_w|x)] − [log π_θ(y_l|x) − log π_ref(y_l|x)].
 β Δ_ir is the difference of the implicit rewards. Both algorithms in distributed DPO (arXiv:2605.20696) print
@@ -10,11 +10,11 @@ SimPO and ORPO use log-probabilities per completion token: p̄ = log π_θ(y|x) 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefed.core.lazy import F, torch
-from prefed.train.losses.batch import LossOutput, PairBatch, implicit_reward_metrics, reward_metrics
+from prefed.train.feedback.kind import LossOutput
+from prefed.train.feedback.pairs import PairBatch, implicit_reward_metrics, reward_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -303,107 +303,3 @@ def outliers(delta: Tensor, k: float, most: float) -> Tensor:
         far = torch.zeros_like(far)
         far[away.sort(descending=True, stable=True).indices[:allowed]] = True
     return far.to(delta.device)
-
-
-@dataclass(frozen=True)
-class ThumbBatch:
-    """B responses with thumbs. Log-probabilities are in nats and summed over the completion.
-
-    Attributes:
-        policy: ``[B]`` log π_θ(y_i|x_i).
-        reference: ``[B]`` log π_ref(y_i|x_i).
-        mismatched: ``[B]`` log π_θ(y'_i|x_i) − log π_ref(y'_i|x_i) of an unrelated response y'_i, usually
-            y_{i+1} of the batch. It is used without its gradient.
-        up: ``[B]`` bool, true for a thumb up.
-
-    Raises:
-        ValueError: the shapes do not match.
-    """
-
-    policy: Tensor
-    reference: Tensor
-    mismatched: Tensor
-    up: Tensor
-
-    def __post_init__(self) -> None:
-        shapes = {tuple(each.shape) for each in (self.policy, self.reference, self.mismatched, self.up)}
-        if shapes != {(len(self),)}:
-            raise ValueError(f"the tensors of {len(self)} thumbs have shapes {sorted(shapes)}; expected (B,)")
-
-    def __len__(self) -> int:
-        return self.up.numel()
-
-
-def kto(batch: ThumbBatch, *, beta: float, desirable: float, undesirable: float) -> LossOutput:
-    """λ_D σ(β (z_0 − r)) for a thumb up, λ_U σ(β (r − z_0)) for a thumb down: KTO (arXiv:2402.01306), eq. 7.
-
-    r is the log-ratio of the response. The reference point z_0 = max(0, mean of the mismatched log-ratios),
-    shared by the batch and without gradient, estimates the KL divergence of the policy from the reference.
-    The paper's value λ_y − v is this loss. A larger batch gives a less noisy z_0.
-
-    Metrics: ``accuracy``, the share of thumbs for which r − z_0 has the sign of the thumb (0 counts as down);
-    ``margin``, the mean of β (r − z_0), negated for a thumb down; ``kl``, z_0 in nats.
-
-    Args:
-        desirable: λ_D, the weight of thumbs up.
-        undesirable: λ_U, the weight of thumbs down.
-
-    >>> zero = torch.zeros(2)
-    >>> batch = ThumbBatch(zero, zero, torch.tensor([3.0, 1.0]), torch.tensor([True, False]))
-    >>> loss, metrics = kto(batch, beta=0.1, desirable=1.0, undesirable=2.0)
-    >>> loss, metrics["kl"].item(), metrics["accuracy"].item()
-    (tensor([0.5498, 0.9003]), 2.0, 0.5)
-    """
-    ratio = batch.policy - batch.reference
-    point = batch.mismatched.detach().mean().clamp(min=0)
-    gain = beta * (ratio - point) * torch.where(batch.up, 1.0, -1.0)
-    weight = torch.full_like(gain.detach(), undesirable).masked_fill(batch.up, desirable)
-    above = ratio.detach() > point
-    return weight * torch.sigmoid(-gain), {
-        "accuracy": (above == batch.up).to(ratio.dtype).mean(),
-        "margin": gain.detach().mean(),
-        "kl": point,
-    }
-
-
-@dataclass(frozen=True)
-class ChoiceBatch:
-    """B pairs, each presented in both orders.
-
-    Attributes:
-        orders: ``[B, 2]`` log-odds, in nats, that the alphabetically first response is better, by order.
-        sign: ``[B]`` +1 if the first response is the chosen one, else −1.
-
-    Raises:
-        ValueError: the shapes do not match.
-    """
-
-    orders: Tensor
-    sign: Tensor
-
-    def __post_init__(self) -> None:
-        if self.orders.shape != (len(self), 2) or self.sign.shape != (len(self),):
-            shapes = f"{tuple(self.orders.shape)} and {tuple(self.sign.shape)}"
-            raise ValueError(f"orders and sign have shapes {shapes}; expected (B, 2) and (B,)")
-
-    def __len__(self) -> int:
-        return self.sign.numel()
-
-
-def choice(batch: ChoiceBatch) -> LossOutput:
-    """Cross-entropy over the two letters, averaged over both orders: FedBiscuit (ICLR 2025), eq. 3.
-
-    A softmax over two logits is σ of their difference, so the loss of an order is −log σ(log-odds of the
-    chosen response). Metrics: ``accuracy``, the share of pairs whose mean log-odds favour the chosen response
-    (ties count as wrong), and ``margin``, the mean of the mean log-odds.
-
-    >>> import torch
-    >>> orders = torch.tensor([[0.0, 0.0], [-2.0, 0.0]])
-    >>> loss, metrics = choice(ChoiceBatch(orders, torch.tensor([1.0, -1.0])))
-    >>> loss, metrics["accuracy"].item(), metrics["margin"].item()
-    (tensor([0.6931, 0.4100]), 0.5, 0.5)
-    """
-    chosen = batch.sign[:, None] * batch.orders
-    margin = chosen.detach().mean(1)
-    metrics = {"accuracy": (margin > 0).to(margin.dtype).mean(), "margin": margin.mean()}
-    return -F.logsigmoid(chosen).mean(1), metrics

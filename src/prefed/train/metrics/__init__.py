@@ -6,6 +6,9 @@ from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.core.records import FederatedMetric
+    from prefed.train.feedback.choices import ChoiceScores, jury_metrics, majority, selector_metrics
+    from prefed.train.feedback.pairs import PairScores
+    from prefed.train.feedback.thumbs import ThumbScores
     from prefed.train.metrics.clients import (
         COLLAPSE_REMEDY,
         GAINS_FROM,
@@ -24,17 +27,6 @@ if TYPE_CHECKING:
         spread,
     )
     from prefed.train.metrics.intervals import mean_interval, seed_interval
-    from prefed.train.metrics.pairs import (
-        ChoiceScores,
-        Metric,
-        PairScores,
-        choice_metrics,
-        client_metrics,
-        find_metrics,
-        jury_metrics,
-        majority,
-        selector_metrics,
-    )
     from prefed.train.metrics.table import (
         ACCURACY_METRICS,
         COMPARED_METRICS,
@@ -45,6 +37,8 @@ if TYPE_CHECKING:
         SHIFT_METRICS,
         TABLE,
         TEXT_METRICS,
+        Metric,
+        find_metrics,
         lower_is_better,
         words_of,
     )
@@ -57,10 +51,7 @@ if TYPE_CHECKING:
         last_health,
         text_health,
         text_warning,
-        unhealthy,
-        without_numbers,
     )
-    from prefed.train.metrics.thumbs import ThumbScores, thumb_metrics
 
 __all__ = [
     "ACCURACY_METRICS",
@@ -84,8 +75,6 @@ __all__ = [
     "ThumbScores",
     "WrittenAnswer",
     "broken_text",
-    "choice_metrics",
-    "client_metrics",
     "collapse_warning",
     "divergence_warning",
     "error_of_mean",
@@ -109,9 +98,6 @@ __all__ = [
     "spread",
     "text_health",
     "text_warning",
-    "thumb_metrics",
-    "unhealthy",
-    "without_numbers",
     "words_of",
 ]
 

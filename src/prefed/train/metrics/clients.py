@@ -64,7 +64,7 @@ def federated_metrics(
     Otherwise the mean and the listed values would reveal their sum.
 
     Args:
-        metrics: client → metric → value, from :func:`prefed.train.metrics.client_metrics`.
+        metrics: client → metric → value, from :meth:`prefed.train.feedback.kind.Scores.metrics`.
         pairs: client → number of pairs behind its metrics.
         privacy: minimum number of pairs for a client's value.
 
@@ -96,7 +96,7 @@ def federated_metrics(
 def not_finite_counts(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
     """Return client → number of pairs without a finite log-probability, for clients that have any.
 
-    ``metrics`` is client → metric → value, from :func:`prefed.train.metrics.client_metrics`.
+    ``metrics`` is client → metric → value, from :meth:`prefed.train.feedback.kind.Scores.metrics`.
     """
     return {client: int(own["not_finite"]) for client, own in metrics.items() if "not_finite" in own}
 

@@ -6,9 +6,15 @@ pages, comparisons, sweeps and the docs follow from the entry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from prefed.core.plugins import Registry
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FOURFOLD, LONG = 4, 12
 """A sequence of tokens loops if it occurs this often in a row, or three times over at least LONG tokens, the
@@ -69,9 +75,9 @@ class MetricRow:
     Attributes:
         name: its key in files.
         label: heading of its column or curve.
-        of: what has it: ``"all"`` models, ``"policies"`` on pairs, models on ``"thumbs"`` (``"some thumbs"``:
-            not every client), ``"selectors"``, ``"several selectors"`` that vote, models with ``"reward
-            heads"``, ``"personal models"``; or the ``"answers"`` to held-out prompts, or ``"rounds"``.
+        of: what has it: ``"all"`` models; those on a kind of feedback, such as ``"pairs"`` (``"some pairs"``:
+            not every client); ``"several selectors"`` that vote; models with ``"reward heads"``;
+            ``"personal models"``; or the ``"answers"`` to held-out prompts, or ``"rounds"``.
         meaning: one sentence without its full stop, or one for each kind of feedback: ``"pairs"``,
             ``"thumbs"``, ``"choices"``. ``{by}`` is the model that scores.
     """
@@ -119,7 +125,7 @@ _ROWS: Mapping[tuple[str, str, str, Printed], str | Mapping[str, str]] = {
         "thumbs": f"{_THUMBS}KTO's reference point",
         "choices": _SCORED,
     },
-    ("normalized_accuracy", "normalised accuracy", "policies", SHARE): "share of pairs in which the model "
+    ("normalized_accuracy", "normalised accuracy", "pairs", SHARE): "share of pairs in which the model "
     "assigns the chosen response the higher probability per token",
     ("combined_accuracy", "combined accuracy", "reward heads", COLUMN): "share of pairs whose chosen "
     "response has the higher sum of both margins, the model's own and the reward head's, weighted as in the "
@@ -138,16 +144,16 @@ _ROWS: Mapping[tuple[str, str, str, Printed], str | Mapping[str, str]] = {
         "negated for thumbs down, in nats",
         "choices": "mean score margin of the chosen response over the rejected response, in nats",
     },
-    ("chosen_shift", "chosen shift", "policies", SHIFT): "mean gain in log-probability of chosen responses "
+    ("chosen_shift", "chosen shift", "pairs", SHIFT): "mean gain in log-probability of chosen responses "
     "over the base model, in nats. If it falls below 0, answers may loop or become nonsense, whatever the "
     "accuracies say",
-    ("rejected_shift", "rejected shift", "policies", SHIFT): "the same of rejected responses",
-    ("chosen_shift_error", "chosen shift error", "policies", Printed("nats", "", ".1f")): "standard error of "
+    ("rejected_shift", "rejected shift", "pairs", SHIFT): "the same of rejected responses",
+    ("chosen_shift_error", "chosen shift error", "pairs", Printed("nats", "", ".1f")): "standard error of "
     "the chosen shift over pairs, of its mean over clients",
     ("explicit_margin", "explicit margin", "reward heads", Printed("", "high", ".3f")): "mean reward-head "
     "score of the chosen response minus that of the rejected response",
-    ("dpo_loss", "DPO loss", "policies", LOSS): "mean DPO loss: −log σ(beta × margin)",
-    ("choice_loss", "cross-entropy", "selectors", LOSS): "mean cross-entropy of a selector's two answer "
+    ("dpo_loss", "DPO loss", "pairs", LOSS): "mean DPO loss: −log σ(beta × margin)",
+    ("choice_loss", "cross-entropy", "choices", LOSS): "mean cross-entropy of a selector's two answer "
     "letters, over both orders of each pair",
     ("kto_loss", "KTO loss", "thumbs", LOSS): "mean KTO loss of thumbs, with equal weights",
     ("reward_up", "reward up", "some thumbs", SHIFT): "mean gain in log-probability over the base model of "
@@ -233,3 +239,40 @@ def words_of(name: str, content: Mapping[str, Any]) -> tuple[str, str]:
     meaning = row.meaning if isinstance(row.meaning, str) else row.meaning[feedback]
     label = "own model" if own and name == LEADING_METRICS[0] else row.label
     return label, meaning.format(by=by.get(models, by.get("")))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric from outside prefed: a share of a client's pairs.
+
+    Attributes:
+        name: its key in ``summary.json``.
+        function: scores of n pairs (:class:`~prefed.train.metrics.PairScores`; of selectors,
+            :class:`~prefed.train.metrics.ChoiceScores`) or thumbs
+            (:class:`~prefed.train.metrics.ThumbScores`) → ``[n]``, each from 0 to 1.
+    """
+
+    name: str
+    function: Callable[[Any], npt.NDArray[np.floating | np.bool_]]
+
+
+METRICS: Registry[Metric] = Registry("metrics", {}, "METRIC", Metric)
+"""Name in ``[evaluate] metrics`` → metric."""
+
+
+def find_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
+    """Return the metrics of ``[evaluate] metrics``.
+
+    Raises:
+        ValueError: there is no such metric, or two metrics have the same name.
+    """
+    for name in names:
+        if name not in METRICS:
+            raise ValueError(f"no metric of your own is called {name!r}{METRICS.hint(name)}")
+    found = tuple(METRICS[name] for name in names)
+    taken = [*ACCURACY_METRICS, *MEAN_METRICS]
+    for metric in found:
+        if metric.name in taken or not metric.name.isidentifier():
+            raise ValueError(f"{metric.name!r} cannot name a metric: choose another name for it")
+        taken.append(metric.name)
+    return found
