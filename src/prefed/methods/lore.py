@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from prefed.core import Layout, Method
 from prefed.merge import Aggregator
-from prefed.methods.base.mixtures import MIXTURE, MixingSettings, Mixtures
+from prefed.methods.base.mixtures import MIXTURE, MixingSettings, mixing_method
 
 SOURCE = "LoRe (arXiv:2504.14439), with federated averaging"
 
@@ -31,5 +31,4 @@ def needs(settings: Settings) -> frozenset[str]:
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """LoRe over ``layout``."""
-    lore = Mixtures.over(settings, aggregator, rounds)
-    return lore.method("lore", SOURCE, lore.exchange(), infer=lore.infer)
+    return mixing_method("lore", SOURCE, settings, aggregator, rounds)

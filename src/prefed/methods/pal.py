@@ -17,7 +17,7 @@ from pydantic import Field
 
 from prefed.core import Layout, Method
 from prefed.merge import Aggregator
-from prefed.methods.base.mixtures import MIXTURE, MixingSettings, Mixtures
+from prefed.methods.base.mixtures import MIXTURE, MixingSettings, mixing_method
 
 SOURCE = "PAL (arXiv:2406.08469), model A, with federated averaging"
 
@@ -36,5 +36,4 @@ def needs(settings: Settings) -> frozenset[str]:
 
 def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: int) -> Method:
     """PAL over ``layout``."""
-    pal = Mixtures.over(settings, aggregator, rounds)
-    return pal.method("pal", SOURCE, pal.exchange(), infer=pal.infer)
+    return mixing_method("pal", SOURCE, settings, aggregator, rounds)

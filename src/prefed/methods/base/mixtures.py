@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from pydantic import Field
 
-from prefed.core import ClientTrainer, Download, Objective, Owner, Phase, State, Tensors
+from prefed.core import ClientTrainer, Download, Method, Objective, Owner, State, Tensors
 from prefed.merge import Aggregator
 from prefed.methods.base.fedavg import FedAvgBase
 from prefed.methods.base.settings import SelectorSettings
@@ -37,42 +36,25 @@ class MixingSettings(SelectorSettings):
         return Objective(MIXED.name, MIXED.resolve())
 
 
-@dataclass(frozen=True)
-class Mixtures(FedAvgBase):
-    """The steps of a FedAvg round in which the weights are personal and have their own learning rate."""
+def mixing_method(
+    name: str, source: str, settings: MixingSettings, aggregator: Aggregator, rounds: int
+) -> Method:
+    """Return the method in which clients train shared rewards and their own weights together.
 
-    @classmethod
-    def over(cls, settings: MixingSettings, aggregator: Aggregator, rounds: int) -> Mixtures:
-        """Return the steps over the layout of the aggregator."""
-        owners = aggregator.ownership(lambda entry: Owner.PERSONAL if entry.part == MIXTURE else Owner.SHARED)
-        return cls(settings, aggregator, rounds, owners)
+    A newcomer fits only its weights to its pairs.
+    """
+    fedavg = FedAvgBase.of(settings, aggregator, rounds, lambda entry: entry.part == MIXTURE)
+    weights = fedavg.ownership.names(Owner.PERSONAL)
 
-    def phase(
-        self,
-        trainer: ClientTrainer,
-        download: Download,
-        name: str = "train",
-        *,
-        train: Sequence[str] | None = None,
-        **changes: Any,
-    ) -> Phase:
-        """Return the phase in which a client trains shared rewards and its weights together."""
-        rates = self.rates(mixture=cast("MixingSettings", self.settings).weights_lr)
-        return super().phase(trainer, download, name, train=train, rates=rates, **changes)
-
-    def adapt(
-        self, trainer: ClientTrainer, published: Download, steps: int, *, pull: float = 0.0, **changes: Any
-    ) -> Tensors:
-        """Return the model of a newcomer: the shared rewards, with weights fitted to its pairs."""
-        settings = cast("MixingSettings", self.settings)
-        weights = self.ownership.names(Owner.PERSONAL)
+    def adapt(trainer: ClientTrainer, published: Download, steps: int, **changes: Any) -> Tensors:
         phase = settings.phase("newcomer", weights, lr=settings.weights_lr, steps=steps, **changes)
-        return trainer.train(self.start(trainer, State(), published), phase).tensors
+        return trainer.train(fedavg.start(trainer, State(), published), phase).tensors
 
-    def infer(self, trainer: ClientTrainer, published: Download, pairs: int) -> Tensors:
-        """Return the model of a newcomer, with weights fitted to ``pairs`` of its pairs."""
+    def infer(trainer: ClientTrainer, published: Download, pairs: int) -> Tensors:
         if not trainer.size:
-            return self.start(trainer, State(), published)
+            return fedavg.start(trainer, State(), published)
         few = Objective(MIXED.name, MIXED.resolve({"pairs": pairs}))
-        steps = cast("MixingSettings", self.settings).newcomer_steps
-        return self.adapt(trainer, published, steps, objective=few)
+        return adapt(trainer, published, settings.newcomer_steps, objective=few)
+
+    train = fedavg.exchange(work=partial(fedavg.work, rates=fedavg.rates(mixture=settings.weights_lr)))
+    return fedavg.method(name, source, train, adapt=adapt, infer=infer)
