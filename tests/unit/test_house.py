@@ -257,7 +257,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/data/": (5_005, "text that a normalizer makes a control token"),
     "src/prefed/engines/": (2_700, "[cohort], [evaluate] and [stop] are here, not in config"),
     "src/prefed/merge/": (1_650, ""),
-    "src/prefed/methods/": (2_350, ""),
+    "src/prefed/methods/": (2_290, ""),
     "src/prefed/models/": (2_150, ""),
     "src/prefed/networks/": (4_100, ""),
     "src/prefed/privacy/": (550, ""),

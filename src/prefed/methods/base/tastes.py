@@ -111,24 +111,21 @@ def peers_of(server: State, client: str, *, latest: bool) -> Tensors | None:
     """
     if PEERS not in server.tensors:
         return None
-    sent, members = rounds_of(server), cast("list[str]", server.values["members"])
-    last = max(sent.values())
-    others = {
-        name: posterior
-        for name, posterior in posteriors(server).items()
-        if name != client and (not latest or sent[name] == last)
-    }
-    return _table(others, members, server.tensors[PEERS].layout)
+    sent, peers = rounds_of(server), server.tensors[PEERS]
+    last, others = max(sent.values()), Tensors(peers.layout, peers.flat.clone())
+    for index, name in enumerate(cast("list[str]", server.values["members"])):
+        if name == client or (latest and sent.get(name) != last):
+            for rows in others.values():
+                rows[index] = 0
+    return others
 
 
-def _table(known: Mapping[str, Posterior], members: Sequence[str], layout: Layout | None = None) -> Tensors:
+def _table(known: Mapping[str, Posterior], members: Sequence[str]) -> Tensors:
     """Return the posteriors as rows, with zeros and ``present`` = 0 for members without one."""
-    if layout is None:
-        width = len(next(iter(known.values())).mean)
-        rows = [Entry(f"peers/{name}", (len(members), width), PEERS) for name in Posterior._fields]
-        layout = Layout((*rows, Entry("peers/present", (len(members),), PEERS)))
-    dtype = next((posterior.mean.dtype for posterior in known.values()), torch.float32)
-    table = Tensors.zeros(layout, dtype)
+    mean = next(iter(known.values())).mean
+    rows = [Entry(f"peers/{name}", (len(members), len(mean)), PEERS) for name in Posterior._fields]
+    layout = Layout((*rows, Entry("peers/present", (len(members),), PEERS)))
+    table = Tensors.zeros(layout, mean.dtype)
     for index, client in enumerate(members):
         if client in known:
             table["peers/present"][index] = 1
