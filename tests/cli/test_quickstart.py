@@ -98,8 +98,9 @@ def test_the_demo_s_federation_runs_with_other_methods(folder: Path) -> None:
     place = folder / "prefed-demo"
     synthetic.write(place, synthetic.generate(Key(7), clients=2, train=6, test=4))
     (folder / "tiny").rename(place / "model")
-    text = demo.EXPERIMENT.format(**demo.TINY, file="prefed-demo/fedsdg.toml", method="fedsdg", workers=0)
-    (place / "fedsdg.toml").write_text(text.replace("rounds = 10", "rounds = 1"), "utf-8")
+    settings = {**demo.TINY, "rounds": 1, "method": "fedsdg", "objective": demo.OBJECTIVE, "workers": 0}
+    text = demo.EXPERIMENT.format(**settings, file="prefed-demo/fedsdg.toml")
+    (place / "fedsdg.toml").write_text(text, "utf-8")
     first = ["run", "prefed-demo/fedsdg.toml", "--out", "prefed-demo/run-fedsdg"]
     (block,) = blocks("console", "## What a personal model gains", "\n## ")
     for words in [first, *pages.commands(block)]:
