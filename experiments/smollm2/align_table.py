@@ -25,7 +25,6 @@ from statistics import fmean
 
 import answers
 
-from prefed.align import Selectors
 from prefed.align.policy import load_base
 from prefed.core import Key
 from prefed.data import Message, Record, Template
@@ -117,9 +116,16 @@ class Run:
                 found[k] = self.base.tokenizer.decode(each.tokens, skip_special_tokens=True)
         return [[found[k * SAMPLES + j] for j in range(SAMPLES)] for k in range(len(self.questions))]
 
-    def best_of(self, selectors: Selectors) -> list[str]:
-        """The sample of each question that the labeller prefers to the others, by summed log-odds."""
-        picked = []
+    def best_of(self) -> list[str]:
+        """The sample of each question that the labeller prefers to the others.
+
+        That is the one with the largest sum of log-odds, or the largest utility if the program labels.
+        """
+        if str(json.loads((self.path / "align/settings.json").read_text())["labels"]).startswith("judge:"):
+            return [
+                max(texts, key=lambda text: answers.utility(self.taste, text)) for texts in self.samples()
+            ]
+        picked, selectors = [], selectors_of(load_run(self.path))
         for question, texts in zip(self.questions, self.samples(), strict=True):
             pairs = [
                 (i, j)
@@ -165,7 +171,7 @@ def main() -> None:
         run = Run(path, questions)
         base, own = run.write(run.base), run.write(run.backbone(path / "align/adapter"))
         rates[path.name] = win_rate(run, [answer.text for answer in own], base)
-        picks[path.name] = win_rate(run, run.best_of(selectors_of(load_run(path))), base)
+        picks[path.name] = win_rate(run, run.best_of(), base)
         cells = [path.name, f"{rates[path.name]:.1%}", f"{picks[path.name]:.1%}", f"{run.right_labels():.1%}"]
         for written in (base, own):
             health = text_health(written)

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import runpy
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,9 @@ from typer.testing import CliRunner
 from commands import sweep_command
 from experiment_scripts import EXPERIMENTS, rows, script
 from prefed import run
+from prefed.align.judge import Question
 from prefed.config import Experiment
+from prefed.config.align import JudgeOptions
 from prefed.config.experiment_table import load_table
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
@@ -550,3 +553,13 @@ def test_policies_are_aligned_with_defaults():
         experiment = cell.experiment()
         assert experiment.align.model_fields_set == {"prompts"}
         assert f"{name.partition('-')[0]}.train" in experiment.data.train.path
+
+
+def test_the_oracle_labels_by_utility(monkeypatch):
+    """For brief answers, fewer words win, and as many are a tie."""
+    monkeypatch.syspath_prepend(str(EXPERIMENTS / "smollm2"))
+    judge = runpy.run_path(str(EXPERIMENTS / "smollm2/align_oracle.py"))["Oracle"]("brief", JudgeOptions())
+    asked = [
+        Question("Q?", *texts) for texts in (("One.", "One two."), ("One two.", "One."), ("One.", "Two."))
+    ]
+    assert [verdict.preference for verdict in judge.compare(asked)] == [1, 0, 0.5]
