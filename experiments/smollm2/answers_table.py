@@ -10,7 +10,7 @@ tie is half a win), the health of text (``docs/run-directory.md``; tokens are th
 again), the share of answers that are about the model itself ("I'm not a singing AI."), the words, the mean
 change of the log-probability of chosen responses over all clients, and preference and reward accuracy on the
 test pairs of those who want the same. The 95% interval of the win rate is over seeds or over questions,
-whichever is wider. ``--pool`` has means over tastes, and its seeds are runs.
+whichever is wider. ``--rates`` has a column for each rate instead: win rate, answers that end and that loop.
 ``--chosen`` adds the surprise of the chosen responses of test pairs. ``--read N`` prints the answers to the
 first N questions instead, of the first seed.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -172,6 +172,20 @@ def row(line: Line, some: Sequence[Figures], answered: int) -> tuple[str, ...]:
     )
 
 
+def by_rate(found: Mapping[Line, Sequence[Figures]]) -> str:
+    """A table with a column for each rate, of means over seeds."""
+    rates = sorted({line.rate for line in found if line.round})
+    cells: dict[tuple[str, ...], dict[float, str]] = {}
+    for line, some in sorted(found.items()):
+        name = (*line[:5], str(line.round))
+        wins, ends, looping = (mean(values, ".0%") for values in [*zip(*some, strict=True)][:3])
+        rated = {line.rate: f"{wins}, {ends}, {looping}"} if line.round else {rates[0]: f"{ends}, {looping}"}
+        cells.setdefault(name, {}).update(rated)
+    heads = (*HEADS[:5], "round", *(f"{rate:g}" for rate in rates))
+    body = [(*name, *(row.get(rate, "") for rate in rates)) for name, row in cells.items()]
+    return "\n".join(f"| {' | '.join(words)} |" for words in (heads, ["---"] * len(heads), *body))
+
+
 def main() -> None:
     """Print the table, or answers."""
     parser = argparse.ArgumentParser(
@@ -180,15 +194,15 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--read", type=int, metavar="N")
     parser.add_argument("--chosen", action="store_true")
-    parser.add_argument("--pool", action="store_true")
+    parser.add_argument("--rates", action="store_true")
     args = parser.parse_args()
     found: dict[Line, list[tuple[Figures, list[Answer], Path]]] = {}
     for folder in args.folders:
         for line, figures, read in lines(read_run(folder)):
-            if args.pool:
-                setting, taste = (re.sub("|".join(answers.TASTES), "any", text) for text in line[1:3])
-                line = line._replace(setting=setting, taste=taste)
             found.setdefault(line, []).append((figures, read, folder))
+    if args.rates:
+        print(by_rate({line: [figures for figures, _, _ in seeds] for line, seeds in found.items()}))
+        return
     if args.read is None:
         for words in (HEADS, ["---"] * len(HEADS)):
             print("|", " | ".join(words), "|")
