@@ -272,7 +272,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "tests/engines/": (9_620, "a kind of feedback in a file of your own"),
     "tests/golden/": (4_900, ""),
     "tests/laws/": (1_850, ""),
-    "tests/unit/": (21_950, "normalizers that make control tokens; layouts of annotation tools"),
+    "tests/unit/": (22_050, "normalizers that make control tokens; annotation tools; pairs of real people"),
     # Words.
     "docs, README.md": (60_000, ""),
 }
