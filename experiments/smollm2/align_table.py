@@ -91,16 +91,11 @@ class Run:
 
     def write(self, model: Backbone) -> list[WrittenAnswer]:
         """The greedy answers of a model, with their surprise under the base model."""
-        how, ids = self.sampling(0), [prompt for _, prompt in self.prompts]
-        found = dict[int, WrittenAnswer]()
-        for batch in padded_batches(model, ids, how, BATCH):
-            written = write_answers(model, model.reference, [self.prompts[k] for k in batch], how)
-            ends = [model.tokenizer.eos_token_id if answer.ended else None for answer in written]
-            completions = [Completion([*a.tokens], end) for a, end in zip(written, ends, strict=True)]
-            scores = surprises(self.base, [ids[k] for k in batch], completions)
-            for k, answer, score in zip(batch, written, scores, strict=True):
-                found[k] = replace(answer, surprise=score)
-        return [found[k] for k in range(len(ids))]
+        written = write_answers(model, model.reference, self.prompts, self.sampling(0), BATCH)
+        ends = [model.tokenizer.eos_token_id if answer.ended else None for answer in written]
+        completions = [Completion([*a.tokens], end) for a, end in zip(written, ends, strict=True)]
+        scores = surprises(self.base, [prompt for _, prompt in self.prompts], completions)
+        return [replace(answer, surprise=score) for answer, score in zip(written, scores, strict=True)]
 
     def samples(self) -> list[list[str]]:
         """Four samples of the base model for each question."""
