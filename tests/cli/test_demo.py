@@ -73,8 +73,7 @@ def test_a_given_model_answers_the_same_prompts_before_and_after(
     model, the shared one and two clients' own. A second call finds the model of the first."""
     for name, value in {"CHAT_TRAIN": 4, "CHAT_TEST": 2}.items():
         monkeypatch.setattr(demo, name, value)
-    settings = {"rounds": 1, "data": "max_length = 512", "training": "lr = 1e-3\nlocal_steps = 1", "every": 1}
-    monkeypatch.setattr(demo, "CHAT", settings)
+    monkeypatch.setattr(demo, "CHAT", demo.CHAT | {"rounds": 1, "training": "lr = 1e-3\nlocal_steps = 1"})
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
@@ -96,7 +95,7 @@ def test_a_given_model_answers_the_same_prompts_before_and_after(
     for word in (*PROMPTS, "base model", "shared model", "ada's own model", "ben's own model"):
         assert word in first.output
     assert "oracle" not in first.output
-    page = (tmp_path / "prefed-demo-small" / "run-fedsdg" / "report.html").read_text("utf-8")
+    page = (tmp_path / "prefed-demo-small" / "run-fedala" / "report.html").read_text("utf-8")
     assert all(prompt in page for prompt in PROMPTS)
     assert "ben&#39;s own model" in page
     pairs = Path("prefed-demo-small", "train.jsonl")
@@ -105,7 +104,7 @@ def test_a_given_model_answers_the_same_prompts_before_and_after(
     other = CliRunner().invoke(app, ["demo", "--model", "other", "--out", "prefed-demo-small"])
     assert other.exit_code == 2
     assert pairs.read_text() == twice
-    file = Path("prefed-demo-small", "fedsdg.toml")
+    file = Path("prefed-demo-small", "fedala.toml")
     assert f"{file} trains another model, {folder}: choose another --out" in other.output
 
 

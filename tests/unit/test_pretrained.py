@@ -29,8 +29,8 @@ from prefed.core import Key
 from prefed.models import ModelConfig, make_backbone
 from prefed.models.pretrained import (
     ModelError,
-    _has_bfloat16,
     find_device,
+    has_bfloat16,
     load_causal,
     load_pretrained,
     placement,
@@ -267,7 +267,7 @@ def test_bfloat16_on_a_cpu_without_it_is_noted(machine, avx, amx, native, monkey
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    assert _has_bfloat16() == native
+    assert has_bfloat16() == native
     first, *hint = precision_notes(ModelConfig(name="m", device="cpu", dtype="bfloat16"))
     assert first == "the model is in bfloat16 on cpu"
     assert ["float32 is faster" in line for line in hint] == ([] if native else [True])

@@ -129,7 +129,7 @@ def precision_notes(config: ModelConfig) -> list[str]:
         return []
     kernels = ", with Liger's kernels" if config.kernels == "liger" else ""
     notes = [f"the model is in {dtype} on {device.type}{kernels}"]
-    if dtype == "bfloat16" and device.type == "cpu" and not _has_bfloat16():
+    if dtype == "bfloat16" and device.type == "cpu" and not has_bfloat16():
         notes.append(
             "[model] dtype = 'bfloat16': this CPU has neither AVX-512 BF16 nor AMX; bfloat16 saves memory, "
             "but float32 is faster"
@@ -139,7 +139,7 @@ def precision_notes(config: ModelConfig) -> list[str]:
     return notes
 
 
-def _has_bfloat16() -> bool:
+def has_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 matrices natively; ``True`` if it is not an x86 CPU."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True

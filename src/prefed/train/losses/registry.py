@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefed.core.plugins import Registry
 from prefed.core.text import did_you_mean
-from prefed.train.feedback import CHOICES, KINDS, PAIRS, THUMBS, Feedback, choice, kto
+from prefed.train.feedback import CHOICES, KINDS, PAIRS, THUMBS, Feedback, choices, thumbs
 from prefed.train.feedback.kind import LossOutput
 from prefed.train.losses import preference
 
@@ -156,7 +156,7 @@ _LOSSES = (
         by_batch=True,
     ),
     _entry(
-        kto,
+        thumbs.kto,
         "KTO, arXiv:2402.01306, eq. 7, on thumbs",
         defaults={"beta": 0.1, "desirable": 1.0, "undesirable": 1.0},
         feedback=THUMBS,
@@ -242,7 +242,7 @@ MIXED = ObjectiveSpec(
 See :mod:`prefed.train.mixed_rewards`. ``pairs``: train on so many of the client's pairs; 0 for all.
 """
 
-CHOICE = _entry(choice, "FedBiscuit, ICLR 2025, eq. 3", needs_reference=False, feedback=CHOICES)
+CHOICE = _entry(choices.choice, "FedBiscuit, ICLR 2025, eq. 3", needs_reference=False, feedback=CHOICES)
 """Objective of selectors. It is not in :data:`OBJECTIVES`, because it uses log-odds of choices."""
 
 FIXED = {spec.name: spec for spec in (PPO, LATENT, MIXED, CHOICE)}

@@ -39,21 +39,24 @@ partition = {{ by = "column", column = "client" }}
 
 [model]
 name = {model}                          # or any causal language model: a folder or a hub name
-lora = {{ rank = 8, alpha = 16, dropout = 0.0 }}
+{dtype}lora = {{ rank = 8, alpha = 16, dropout = 0.0 }}
 
 [method]
 name = "{method}"                         # or another method: feddpo, fedper, local, …
 {objective}{training}
 
 [evaluate]
-every = 1
+every = {every}
 {report}
 [engine]
 workers = {workers}
 threads = 1
 """
 TINY = {
+    "method": "fedsdg",
     "rounds": 5,
+    "every": 1,
+    "dtype": "",
     "data": "max_length = 128\n"
     'metadata = ["utility_chosen", "utility_rejected"]   # for `prefed judge --judge utility`',
     "model": '"model"',
@@ -61,7 +64,9 @@ TINY = {
     "report": "",
 }
 CHAT = {
-    "rounds": 3,
+    "method": "fedala",  # whose shared model is a whole one
+    "rounds": 2,
+    "every": 0,
     "data": "max_length = 512",
     "training": "lr = 3e-3\nlocal_steps = 5\nbatch_size = 4",
 }
@@ -82,7 +87,7 @@ class _Story:
     tastes: Mapping[str, str]
     records: Sequence[Record]
     pairs: int
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -93,7 +98,10 @@ def demo(
             help="The folder for data, model and run (default: prefed-demo; with --model prefed-demo-NAME)."
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="The method to run; see `prefed methods`.")] = "fedsdg",
+    method: Annotated[
+        str | None,
+        typer.Option(help="The method; see `prefed methods` (default: fedsdg; with --model fedala)."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -108,6 +116,7 @@ def demo(
 
     from prefed.config import Experiment, method_kind
 
+    method = method or str((TINY if model is None else CHAT)["method"])
     with usage():
         kind = method_kind(method)
     from prefed.core import Key, files
@@ -147,7 +156,10 @@ def demo(
     if not file.exists():
         objective = OBJECTIVE if "objective" in kind.Settings.model_fields else ""
         text = EXPERIMENT.format(
-            file=quote(str(file)), method=method, objective=objective, workers=workers, **story.settings
+            file=quote(str(file)),
+            objective=objective,
+            workers=workers,
+            **(story.settings | {"method": method}),
         )
         files.write(file, text.encode())
     path = _free_path(out / f"run-{method}")
@@ -183,11 +195,18 @@ def _chat(key: Key, model: str) -> _Story:
     """Advice in four ways of speaking, for a model that has learned to chat."""
     from prefed.config.new_file import toml_value
     from prefed.data import advice
+    from prefed.models.pretrained import has_bfloat16
 
     report = f"\n[report]\nprompts = {toml_value(advice.PROMPTS)}\n"
     tastes = {client: style.describe() for client, style in advice.STYLES.items()}
     records = advice.generate(key, train=CHAT_TRAIN, test=CHAT_TEST)
-    settings = {**CHAT, "model": toml_value(model), "report": report}
+    dtype = 'dtype = "bfloat16"                      # which this processor multiplies faster\n'
+    settings = {
+        **CHAT,
+        "model": toml_value(model),
+        "dtype": dtype if has_bfloat16() else "",
+        "report": report,
+    }
     return _Story(tastes, records, CHAT_TRAIN, settings)
 
 
