@@ -129,7 +129,7 @@ def experiment(place: Path, changes: dict[str, Any]) -> dict[str, Any]:
         "engine": {"threads": 1},
     }
     for table, values in changes.items():
-        base[table] = {**base.get(table, {}), **values}
+        base[table] = {**base.get(table, {}), **values} if isinstance(values, dict) else values
     name = base["method"]["name"]
     if name == "fedbiscuit":
         base["method"] |= {"selectors": 2, "warmup_rounds": 1, "regroup_every": 1}
@@ -156,7 +156,8 @@ def digests(run: Path) -> dict[str, str]:
     found = {}
     for path in sorted(run.rglob("*")):
         name = path.relative_to(run).as_posix()
-        if path.is_dir() or name.startswith("cache/") or path.name in APART:
+        apart = path.name in APART or path.name.startswith("COMMIT@")
+        if path.is_dir() or name.startswith("cache/") or apart:
             continue
         content = path.read_bytes()
         if path.suffix in (".json", ".jsonl"):

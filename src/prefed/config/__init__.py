@@ -13,9 +13,11 @@ from prefed.config.settings import (
 )
 from prefed.engines.config import CohortConfig, EvaluateConfig
 from prefed.engines.stopping import StopConfig
+from prefed.store import CheckpointConfig
 
 __all__ = [
     "AlignConfig",
+    "CheckpointConfig",
     "CohortConfig",
     "ConfigError",
     "EndpointConfig",

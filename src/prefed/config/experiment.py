@@ -43,6 +43,7 @@ from prefed.merge.lora import LORA
 from prefed.methods import METHODS
 from prefed.methods.base import VALUE
 from prefed.models import ModelConfig
+from prefed.store import CheckpointConfig
 
 IN_MEMORY = "passed to run(data=...)"
 """The data source of an experiment that was made in Python without one."""
@@ -98,6 +99,9 @@ class Experiment(StrictModel):
         None,
         description="keep the best round by validation pairs as well as the last, and allow early stopping; "
         "default: run every round, and keep only the last",
+    )
+    checkpoint: CheckpointConfig | None = Field(
+        None, description="earlier commits that the run keeps; default: none"
     )
     privacy: Privacy = Field(
         default_factory=lambda: Privacy(), description="limits and noise on what leaves a client"

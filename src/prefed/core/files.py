@@ -6,6 +6,7 @@ A file is written under a temporary name, synced to disk (fsync) and renamed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -225,6 +226,18 @@ def locked(folder: Path) -> Iterator[None]:
 def replace(path: Path, to: Path) -> None:
     """Rename ``path`` to ``to``, replacing an existing file."""
     os.replace(path, to)  # noqa: PTH105
+
+
+def exchange(folder: Path, other: Path, aside: Path) -> None:
+    """Swap two folders in one step. Where the file system cannot, ``other`` moves to ``aside`` before."""
+    library, here = ctypes.CDLL(None, use_errno=True), -100
+    names = os.fsencode(folder), os.fsencode(other)
+    swapped = hasattr(library, "renameat2") and not library.renameat2(here, names[0], here, names[1], 2)
+    if not swapped:
+        replace(other, aside)
+        replace(folder, other)
+    sync(folder.parent)
+    sync(other.parent)
 
 
 def remove(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -34,10 +35,13 @@ from prefed.data.partition import (
     partition_value,
     split_clients,
 )
+from prefed.data.record import Record, pair_digest
 from prefed.data.sources import ReadCounts, read_records, source_digests
 from prefed.data.sources.folders import data_files, data_stem, is_saved, other_files, saved_home
 from prefed.data.sources.formats import POST_FIELDS
 from prefed.data.tokens import MANIFEST, TokenWriter, tokenizer_digest
+
+_log = logging.getLogger("prefed")
 
 ENCODING = 2
 """The version of the rules in :mod:`prefed.data.encoding`; tokens of another one are not read."""
@@ -63,15 +67,17 @@ def build_dataset(
             configured.
         DataMismatchError: the folder contains a dataset built from other inputs.
     """
-    folder, given, config = Path(folder), config, with_named_files(config)
+    folder, given, config = Path(folder), config, without_excluded(with_named_files(config))
     inputs = _inputs(config, tokenizer, key, selector)
     if (folder / CLIENTS).exists():
         before = read_manifest(folder)["inputs"]
-        if before.get("encoding") != ENCODING:
+        changed = sorted(n for n in inputs.keys() | before.keys() if inputs.get(n) != before.get(n))
+        # Rows that are left out may be deleted from their source.
+        deleted = changed == ["source files"] and bool(config.exclude or config.exclude_pairs)
+        if before.get("encoding") != ENCODING or deleted:
             # Resuming a run checks that the new tokens are the same.
             shutil.rmtree(folder)
             return build_dataset(given, tokenizer, key, folder, selector)
-        changed = sorted(n for n in inputs.keys() | before.keys() if inputs.get(n) != before.get(n))
         if changed:
             raise DataMismatchError(
                 f"{folder} contains data prepared from different {' and '.join(changed)}; "
@@ -83,7 +89,7 @@ def build_dataset(
     shutil.rmtree(partial, ignore_errors=True)
     files.private_folder(partial)
     try:
-        names = _file_names(given)
+        names = _file_names(given, config)
         _build(config, make_encoder(config, tokenizer, selector), key, partial, inputs, names, selector)
         if folder.exists():
             folder.rmdir()
@@ -120,7 +126,9 @@ def _inputs(
     config: DataConfig, tokenizer: Tokenizer, key: Key, selector: SelectorConfig | None
 ) -> dict[str, Any]:
     """Return everything that determines the result, with sources identified by content, not by path."""
-    settings = config.model_dump(mode="json", exclude={"train", "validation", "test"})
+    # Tokens from before these settings existed are still read.
+    unused = {name for name in ("exclude", "exclude_pairs") if not getattr(config, name)}
+    settings = config.model_dump(mode="json", exclude={"train", "validation", "test", *unused})
     sources = []
     for role, name, source in config.sources():
         options = source.model_dump(mode="json", exclude={"path"})
@@ -147,12 +155,15 @@ class _FileNames(NamedTuple):
     ignored: tuple[str, ...]
 
 
-def _file_names(config: DataConfig) -> _FileNames:
+def _file_names(config: DataConfig, used: DataConfig) -> _FileNames:
     read, found = set[Path](), dict[Path, str]()
+    named = {Path(source.path) for _, _, source in used.sources()}
     for role, _, source in config.sources():
         folder = Path(source.path).expanduser()
         if folder.is_dir():
-            read.update(data_files(folder, source.split or role))
+            own = data_files(folder, source.split or role)
+            # Not the files of excluded clients.
+            read.update(named.intersection(own) if isinstance(config.partition, ByFile) else own)
             names = [*map(folder.joinpath, other_files(folder)), *data_files(folder)]
             found |= {file: (folder.name / file.relative_to(folder)).as_posix() for file in names}
     return _FileNames(
@@ -170,14 +181,15 @@ def _build(
     names: _FileNames,
     selector: SelectorConfig | None,
 ) -> None:
-    counts = ReadCounts()
+    excluded = _Excluded(config)
+    config, counts = excluded.config, ReadCounts()
     errors = ErrorCollector(
         hint='Fix them, or drop such rows with [data] invalid = "drop".',
         count_only=config.invalid == "drop",
     )
     writer = TokenWriter(folder, encoder, errors=errors, codes=2)
     try:
-        table = _read_rows(config, writer, errors, counts)
+        table = _read_rows(config, excluded, writer, errors, counts)
         responses = writer.response_hashes()
         table, repeated = _deduplicate(config, table, writer, responses)
         assignment = assign_clients(config.partition, table, key.at("partition"))
@@ -290,6 +302,8 @@ def _flipped(config: DataConfig, assignment: Assignment, ids: list[str]) -> set[
     """Return the clients with chosen and rejected swapped by either the partition or ``flip``, not both."""
     flipped = {*assignment.flipped}
     for name in config.flip:
+        if name in config.exclude:
+            continue
         if name not in ids:
             raise DataError(f"[data] flip: no client {name!r}{did_you_mean(name, ids)}")
         flipped ^= {name}
@@ -336,7 +350,11 @@ def _write(
 
 
 def _read_rows(
-    config: DataConfig, writer: TokenWriter, errors: ErrorCollector, counts: ReadCounts
+    config: DataConfig,
+    excluded: _Excluded,
+    writer: TokenWriter,
+    errors: ErrorCollector,
+    counts: ReadCounts,
 ) -> RowTable:
     """Read every source into ``writer``, with two codes per record: its role and its partition value.
 
@@ -364,6 +382,8 @@ def _read_rows(
                 errors.add(location, str(error))
                 continue
             missing.column_exists()
+            if excluded(value, record):
+                continue
             split = record.split if role == "train" and record.split else role
             thumb, first = kinds.setdefault(split, (record.label is not None, location))
             if thumb != (record.label is not None):
@@ -379,6 +399,7 @@ def _read_rows(
         what = "this source" if len(empty) == 1 else "these sources"
         raise DataError(f"{listed(empty, str)}: there are no rows; add some, or remove {what}")
     missing.raise_if_everywhere()
+    excluded.warn()
     writer.flush()
     errors.raise_if_any()
     if not len(writer):
@@ -527,6 +548,61 @@ def _distinct_names(found: Sequence[Path], folder: Path) -> set[str]:
         if len(names) == len(paths):
             return names
     return set()
+
+
+def without_excluded(config: DataConfig) -> DataConfig:
+    """Return the settings without the sources and groups of the clients that ``exclude`` names.
+
+    Raises:
+        DataError: no client is left.
+    """
+    if not config.exclude:
+        return config
+    gone, changed = set(config.exclude), dict[str, Any]()
+    if isinstance(config.partition, BySource):
+        for role in ROLES:
+            if isinstance(named := getattr(config, role), dict):
+                changed[role] = {name: source for name, source in named.items() if name not in gone} or None
+        if changed["train"] is None:
+            raise DataError("[data] exclude names every client; leave one out of it")
+    return config.model_copy(update=changed)
+
+
+def clients_of_groups(config: DataConfig) -> dict[str, str]:
+    """Return value of the partition's column → its client, for the values in groups."""
+    groups = (config.partition.groups or {}) if isinstance(config.partition, ByColumn) else {}
+    return {value: name for name, values in groups.items() for value in values}
+
+
+class _Excluded:
+    """Decides which rows are not used.
+
+    Attributes:
+        config: the settings without the groups of excluded clients.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config, self._named = config, isinstance(config.partition, ByColumn | BySource)
+        self._clients, self._pairs, self._seen = set(config.exclude), set(config.exclude_pairs), set[str]()
+        self._group = clients_of_groups(config)
+        if isinstance(config.partition, ByColumn) and (groups := config.partition.groups) is not None:
+            kept = {name: values for name, values in groups.items() if name not in self._clients}
+            partition = config.partition.model_copy(update={"groups": kept})
+            self.config = config.model_copy(update={"partition": partition})
+
+    def __call__(self, value: str, record: Record) -> bool:
+        """Whether to leave out a record with this value of the partition."""
+        client = self._group.get(value, value) if self._named else ""
+        self._seen.add(client)
+        if client in self._clients:
+            return True
+        return bool(self._pairs) and pair_digest(client, record) in self._pairs
+
+    def warn(self) -> None:
+        """Warn of names that left out nothing but are nearly those of clients."""
+        for name in sorted(self._clients - self._seen):
+            if hint := did_you_mean(name, sorted(self._seen - self._clients)):
+                _log.warning("[data] exclude: no row belongs to %r%s", name, hint)
 
 
 def _named(source: Source, role: str, train: Mapping[str, Source]) -> dict[str, Source]:

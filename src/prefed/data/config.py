@@ -300,6 +300,9 @@ class DataConfig(StrictModel):
             validation or test source.
         split_by: keep equal pairs, or all pairs of a prompt, in the same split.
         flip: clients with chosen and rejected swapped.
+        exclude: clients whose rows are not used. Their names may occur in other settings, and their places in
+            drawn cohorts stay empty, so that the cohorts of the others do not change.
+        exclude_pairs: digests of single pairs that are not used, see :func:`prefed.data.record.pair_digest`.
 
     >>> config = DataConfig(train="pairs.jsonl", partition={"by": "iid", "clients": 4})
     >>> config.partition.clients, config.train.path
@@ -331,6 +334,8 @@ class DataConfig(StrictModel):
     test_fraction: float | None = Field(default=None, ge=0, lt=1)
     split_by: Literal["pair", "prompt"] = "pair"
     flip: tuple[str, ...] = ()
+    exclude: tuple[Name, ...] = ()
+    exclude_pairs: tuple[str, ...] = ()
 
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
@@ -386,6 +391,11 @@ class DataConfig(StrictModel):
                         f"set either {role}, for separate pairs, or {role}_fraction, for pairs taken from "
                         "train"
                     )
+        if self.exclude and not isinstance(self.partition, ByColumn | BySource | ByFile):
+            raise ValueError(
+                f"exclude names clients, but a partition by {self.partition.by!r} draws them from the rows: "
+                "leave out single pairs, with exclude_pairs"
+            )
         if self.tail_characters is not None and self.score != "whole":
             raise ValueError('tail_characters requires score = "whole"')
         by_prompt = isinstance(self.partition, Dirichlet) and not self.partition.share_prompts

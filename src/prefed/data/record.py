@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -192,3 +193,13 @@ class Record:
         if "label" in plain:
             return Record.thumb(prompt, plain.pop("completion"), up=plain.pop("label"), **plain)
         return Record(prompt, **plain)
+
+
+def pair_digest(client: str, record: Record) -> str:
+    """Return the SHA-256 of a pair of a client (``""`` for a drawn partition), as its source has it.
+
+    >>> pair_digest("ann", Record("Name a colour.", " Blue.", " A dog."))[:16]
+    '80e61cf952265ce6'
+    """
+    whole = [client, plain_prompt(record.prompt), record.chosen, record.rejected]
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -70,6 +70,8 @@ class Job:
         beta: β of the DPO loss in evaluations.
         state_dtype: dtype of clients' private tensors on disk; ``None``: unchanged.
         unseen: clients that never train and are evaluated separately, as newcomers.
+        absent: excluded clients. Cohorts are drawn as if they were members, and their places stay empty, so
+            that the others take part in the same rounds as in a run with them.
         untouched: the tensors (full layout) with which the model equals its base model; ``None`` if clients
             start from that model.
         privacy: limits on what leaves a client, and noise.
@@ -97,6 +99,7 @@ class Job:
     beta: float = 0.1
     state_dtype: torch.dtype | None = None
     unseen: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     untouched: Tensors | None = None
     privacy: Privacy = NO_MINIMUM
     fleet: FleetConfig | None = None
@@ -117,7 +120,7 @@ class Job:
             )
         if not self.weights:
             raise ValueError("no client has a training pair")
-        if self.cohort_size > len(self.members):
+        if self.cohort_size > len(self.seats):
             problem = f"= {self.cohort_size}, but only {len(self.members)} clients have training pairs"
             raise JobError("cohort", problem)
         unknown = [client for client in self.unseen if client not in self.trainers.clients]
@@ -210,10 +213,18 @@ class Job:
         """The clients that train, sorted."""
         return tuple(self.weights)
 
+    @cached_property
+    def seats(self) -> tuple[str, ...]:
+        """The clients that cohorts are drawn from, sorted: all members, and those that are absent."""
+        if self.method.pooled or self.cohort.of(1) is None:
+            return self.members
+        return tuple(sorted({*self.members, *self.absent}))
+
     @property
     def cohort_size(self) -> int:
-        """The number of clients in a cohort."""
-        drawn = None if self.method.pooled else self.cohort.of(len(self.trainers.clients) - len(self.unseen))
+        """The number of places in a cohort."""
+        clients = len(self.trainers.clients) - len(self.unseen) + len(self.absent)
+        drawn = None if self.method.pooled else self.cohort.of(clients)
         return len(self.members) if drawn is None else drawn
 
     @cached_property
@@ -268,16 +279,23 @@ class Job:
         return {client: float(size.validation) for client, size in sizes if size and size.validation}
 
     def sample(self, now: Round) -> tuple[str, ...]:
-        """The cohort of a round, sorted. It depends only on seed and round; a Poisson cohort may be empty."""
-        drawn = draw_cohort(now.key, len(self.members), self.cohort_size, self.cohort.sampling)
-        return tuple(self.members[index] for index in drawn)
+        """The cohort of a round, sorted. It depends only on seed and round, and may be empty."""
+        drawn = draw_cohort(now.key, len(self.seats), self.cohort_size, self.cohort.sampling)
+        return tuple(self.seats[index] for index in drawn if self.seats[index] in self.weights)
 
     def schedule(self, after: int) -> Iterator[ScheduledRound]:
         """The rounds after ``after``. They depend only on the seed and the fleet."""
         if self.fleet is None:
             return map(self._sampled_round, range(after + 1, self.rounds + 1))
-        rounds = schedule(self.fleet, self.members, self.cohort_size, Key(self.seed), self.work)
-        return islice(rounds, after, self.rounds)
+        rounds = schedule(self.fleet, self.seats, self.cohort_size, Key(self.seed), self.work)
+        return map(self._without_absent, islice(rounds, after, self.rounds))
+
+    def _without_absent(self, plan: ScheduledRound) -> ScheduledRound:
+        visits, lost = (
+            tuple(visit for visit in each if visit.client in self.weights)
+            for each in (plan.visits, plan.lost)
+        )
+        return replace(plan, visits=visits, lost=lost)
 
     def _sampled_round(self, number: int) -> ScheduledRound:
         visits = (Visit(client, number - 1, 0.0, 0.0) for client in self.sample(self.round(number)))

@@ -17,8 +17,8 @@ def guarantee(job: Job) -> Guarantee:
     """The guarantee of one release of the job."""
     # If all clients take part in a step, no draw of a cohort hides them.
     drawn = all(exchange.to == "cohort" for exchange in job.method.exchanges)
-    cohort = job.cohort_size if drawn else len(job.members)
-    return guarantee_of(job.privacy, len(job.members), cohort, job.cohort.sampling)
+    cohort = job.cohort_size if drawn else len(job.seats)
+    return guarantee_of(job.privacy, len(job.seats), cohort, job.cohort.sampling)
 
 
 def most_releases(job: Job, number: int, starts: Mapping[int, int]) -> int:

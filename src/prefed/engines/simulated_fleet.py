@@ -250,8 +250,8 @@ class ScheduledRound:
 
     @property
     def staleness(self) -> float:
-        """The mean of :meth:`late` over the uploads."""
-        return sum(map(self.late, self.visits)) / len(self.visits)
+        """The mean of :meth:`late` over the uploads; 0 without any."""
+        return sum(map(self.late, self.visits)) / max(1, len(self.visits))
 
 
 def schedule(

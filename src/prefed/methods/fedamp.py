@@ -43,6 +43,7 @@ from prefed.methods.base import BaselineSettings, FedAvgBase, PersonalSettings, 
 
 SOURCE = "FedAMP (arXiv:2007.03797), algorithm 1"
 SINGLE_UPLOADS = "its server mixes the clients' individual models for every client"
+COUNTS_CLIENTS = "its server mixes a model for every client"
 CLIENT = "client/"
 """Prefix of the server groups with the models of clients."""
 

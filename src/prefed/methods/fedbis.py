@@ -24,6 +24,7 @@ from prefed.merge.config import PRODUCT_RULES
 from prefed.methods.base import FedAvgBase, SelectorSettings, lora_parts
 
 SOURCE = "FedBis (arXiv:2407.03038), section 4"
+COUNTS_CLIENTS = "with mean = 'eq8', its merge divides by the pairs of all clients"
 
 
 class Settings(SelectorSettings):

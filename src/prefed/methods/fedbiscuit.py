@@ -44,6 +44,7 @@ from prefed.methods.base import ClusterSettings, FedAvgBase, Selectors, lora_par
 SOURCE = "FedBiscuit (arXiv:2407.03038), algorithm 1"
 NO_NOISE = "it groups clients by the losses that they report without noise"
 SINGLE_UPLOADS = "its server groups clients by their losses and merges each group"
+COUNTS_CLIENTS = "its server groups all clients by their losses"
 _log = logging.getLogger("prefed")
 
 

@@ -52,6 +52,7 @@ from prefed.train.losses.tastes import CAPS, PRIORS, temperature
 
 SOURCE = "FedVPA-GP (arXiv:2605.30873)"
 SINGLE_UPLOADS = "its server stores each client's posterior and sends it to the others"
+COUNTS_CLIENTS = "its server stores a posterior for every client"
 TRUST = "trust"
 
 

@@ -23,6 +23,7 @@ from prefed.train.losses import LATENT
 
 SOURCE = "FedVPL (arXiv:2605.30873)"
 SINGLE_UPLOADS = "its server stores each client's posterior"
+COUNTS_CLIENTS = "its server stores a posterior for every client"
 
 
 class Settings(TasteSettings):

@@ -29,8 +29,8 @@ class MethodKind:
         rounds: value of ``rounds`` written by ``prefed init``; ``None`` for the default of an experiment.
         serverless: the method runs on a graph of neighbours, by default the default ``[graph]``.
         module: name of the module with ``SOURCE``, ``Settings``, ``needs`` and ``build``, and, for some,
-            the reasons ``NO_NOISE`` and ``SINGLE_UPLOADS``; in a file of your own, ``__name__``. Default:
-            ``prefed.methods.NAME``.
+            the reasons ``NO_NOISE``, ``SINGLE_UPLOADS`` and ``COUNTS_CLIENTS``; in a file of your own,
+            ``__name__``. Default: ``prefed.methods.NAME``.
     """
 
     name: str
@@ -85,8 +85,10 @@ class MethodKind:
         """The paper, and the equation or algorithm."""
         return str(self._module.SOURCE)
 
-    def reason(self, name: Literal["NO_NOISE", "SINGLE_UPLOADS"]) -> str:
-        """Why it has no differential privacy, or its server needs individual uploads; empty otherwise."""
+    def reason(self, name: Literal["NO_NOISE", "SINGLE_UPLOADS", "COUNTS_CLIENTS"]) -> str:
+        """Why it has no differential privacy, its server needs individual uploads, or a round depends on
+        clients outside its cohort; empty otherwise.
+        """
         return str(getattr(self._module, name, ""))
 
     @property

@@ -27,6 +27,7 @@ from prefed.merge import Aggregator, sort_uploads
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
 SOURCE = "SCAFFOLD (arXiv:1910.06378), algorithm 1, option II"
+COUNTS_CLIENTS = "its server's control variate is a mean over all clients"
 
 
 class Settings(LocalSettings):

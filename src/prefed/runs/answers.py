@@ -444,11 +444,15 @@ def _of_report(experiment: Experiment, job: Job, how: Sampling, *, own: bool) ->
 def _clients(report: ReportConfig, job: Job) -> tuple[str, ...]:
     """The clients whose own models answer; clients with too few pairs to be reported are none of them."""
     known, privacy = job.trainers.clients, job.privacy
-    for client in report.clients or ():
+    named = None if report.clients is None else [c for c in report.clients if c not in job.absent]
+    for client in named or ():
         if client not in known:
             raise ConfigError(f"[report] clients: {no_client(client, sorted(known))}")
     if not has_own_models(job):
         return ()
-    named = job.members if report.clients is None else report.clients
-    reported = [client for client in named if privacy.may_report(known[client].train)]
+    reported = [
+        client
+        for client in (job.members if named is None else named)
+        if privacy.may_report(known[client].train)
+    ]
     return tuple(reported[:SHOWN] if report.clients is None else reported)

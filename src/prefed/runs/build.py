@@ -243,6 +243,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
             beta=evaluate.beta or float(getattr(settings, "beta", 0.1)),
             state_dtype=getattr(torch, experiment.engine.state_dtype),
             unseen=unseen,
+            absent=_absent(experiment, trainers.dataset),
             untouched=backbone.reference,
             privacy=experiment.privacy,
             fleet=experiment.fleet,
@@ -260,7 +261,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
 
 def _check_ranks(experiment: Experiment, clients: Collection[str]) -> None:
     """Check that ``[merge] ranks`` names clients of the experiment."""
-    if unknown := sorted(experiment.merge.ranks.keys() - set(clients)):
+    if unknown := sorted(experiment.merge.ranks.keys() - {*clients, *experiment.data.exclude}):
         hint = did_you_mean(unknown[0], clients)
         raise ConfigError(f"[merge] ranks: no client is called {unknown[0]!r}{hint}")
 
@@ -325,11 +326,18 @@ def unseen_clients(experiment: Experiment, dataset: FederatedDataset) -> tuple[s
     """Return the clients that never train: those named in the settings, or a number drawn with the seed."""
     unseen, names = experiment.evaluate.unseen, sorted(dataset.clients)
     if not isinstance(unseen, int):
-        return tuple(sorted(unseen))
+        return tuple(sorted({*unseen} - {*experiment.data.exclude}))
     if unseen >= len(names):
         raise ConfigError(f"[evaluate] unseen = {unseen}, but there are only {len(names)} clients; lower it")
     draw = Key(experiment.seed).at("unseen").numpy().choice(len(names), unseen, replace=False)
     return tuple(names[index] for index in sorted(draw))
+
+
+def _absent(experiment: Experiment, dataset: FederatedDataset) -> tuple[str, ...]:
+    """Return the excluded clients that would train; a number of unseen clients is drawn without them."""
+    unseen = experiment.evaluate.unseen
+    others = {*dataset.clients, *(() if isinstance(unseen, int) else unseen)}
+    return tuple(sorted({*experiment.data.exclude} - others))
 
 
 DATA, REFERENCE = "data", "reference"

@@ -294,7 +294,9 @@ def _tried(experiment: Experiment, job: Job, cache: Path, place: Path) -> DryRun
     evaluation = evaluations * _evaluation(job, trial, server) / parallel
     number, tokens, answering = _answers(experiment, job, trial, server, place)
     up, down = sum(each.up for each in exchanged), sum(each.down for each in exchanged)
-    disk = _disk(job, trial, server, cache, max(plan.number - plan.keep for plan in plans))
+    kept = experiment.checkpoint
+    spaced = (kept and sum(kept.keeps(number, job.rounds) for number in range(1, job.rounds))) or 0
+    disk = _disk(job, trial, server, cache, max(plan.number - plan.keep for plan in plans), spaced)
     if (needed := sum(disk.values())) > (free := shutil.disk_usage(place).free):
         raise files.WriteError(
             f"not enough disk space in {place}: the run needs {size(needed)}, and {size(free)} is free; free "
@@ -423,19 +425,20 @@ def _answers(
     return number, answers.limit, trial.meter.whole - before
 
 
-def _disk(job: Job, trial: Trial, server: State, cache: Path, oldest: int) -> dict[str, int]:
+def _disk(job: Job, trial: Trial, server: State, cache: Path, oldest: int, kept: int) -> dict[str, int]:
     """Return the maximal sizes in bytes of the parts of a run directory.
 
     Args:
         oldest: age in rounds of the oldest server state that an upload of the fleet starts from.
+        kept: number of earlier commits that the run keeps.
     """
     state, first = len(encode(server)), job.trainers.initial
     private = trial.private_bytes
     # A commit briefly keeps two versions of the server state and of the cohort's private states.
-    checkpoint = state * (oldest + 2) + private * (len(job.members) + job.cohort_size)
+    checkpoint = state * (oldest + 2 + kept) + private * (len(job.members) + job.cohort_size * (1 + kept))
     if job.graph is not None:
         # The models of the clients before a round, as sent, and after it.
-        checkpoint += 3 * len(job.members) * sum(g.flat.nbytes for g in server.tensors.values())
+        checkpoint += (3 + kept) * len(job.members) * sum(g.flat.nbytes for g in server.tensors.values())
     shared = sum(first.layout[name].size for name in job.method.ownership.names(Owner.SHARED))
     adapters = len(mean_models(job, server)) * shared * first.flat.element_size()
     return {"cache": files.folder_size(cache), "checkpoint": checkpoint, "adapters": adapters}

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefed.core import Owner, Tensors, files
 from prefed.core.text import printable
@@ -18,6 +19,7 @@ from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import load_run
 from prefed.runs.tastes import needs_pairs
+from prefed.store import RunReader
 
 IN_ADAPTER = frozenset({"lora", "personal_lora", "gate", "residual"})
 """Parts of a model that an adapter folder can contain; a residual must be zero."""
@@ -166,6 +168,28 @@ def write_tensors(
     more = tuple(sorted(parts - IN_ADAPTER))
     (save_merged if merge else save_client if more else save_adapter)(backbone, tensors, folder)
     return more
+
+
+EXPORTS = "exports.jsonl"
+"""File of a run that lists its exports and pushes, so that `prefed forget` can name the copies."""
+
+
+def record_export(run: Path, what: Literal["export", "push"], to: str, exported: Export) -> None:
+    """Add a row to :data:`EXPORTS`.
+
+    Args:
+        to: the absolute path of the folder, or the URL of the commit on the hub.
+    """
+    about = {name: value for name, value in vars(exported).items() if name != "model" and value}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    row = {"at": now, "what": what, "to": to, "round": RunReader(run).commit.round, **about}
+    files.append(run / EXPORTS, json.dumps(row).encode() + b"\n", mode=0o600)
+
+
+def read_exports(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of :data:`EXPORTS`; none if there is no such file."""
+    path = run / EXPORTS
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 PLACES = {

@@ -361,7 +361,7 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     writer = TokenWriter(folder, encoder, errors=errors, codes=1)
     strangers, by_file, known = 0, isinstance(config.partition, ByFile), frozenset(clients)
     try:
-        for record, location in read_records(_source(config, file), config, "test", None, errors, counts):
+        for record, location in read_records(source_like(config, file), config, "test", None, errors, counts):
             try:
                 named = client_of(Path(location.file), Path(file).expanduser(), known) if by_file else None
                 client = 0 if groups is None else groups.get(partition_value(config.partition, record, named))
@@ -398,7 +398,7 @@ def read_pairs(run: LoadedRun, file: str, folder: Path, *, everyone: bool) -> Ne
     return NewPairs(tokens, rows, groups is None, (*notes, *_trained_on(run, tokens)))
 
 
-def _source(config: DataConfig, file: str) -> Source:
+def source_like(config: DataConfig, file: str) -> Source:
     """Return ``file`` with the options of the run's test sources, else training sources, if they agree."""
     sources = config.test or config.train
     place = {"path": file, "subset": None, "split": None, "revision": None}

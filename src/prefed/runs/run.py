@@ -145,9 +145,9 @@ def run(
             ``"test"`` to one of these. The run directory keeps a copy. In messages, rows count from 1.
         resume: continue the run in ``out``, which must exist. ``resume=out.exists()`` starts a new run or
             continues the existing one. ``rounds`` may be raised; ``engine.name``, ``engine.ray``,
-            ``engine.workers``, ``engine.visit_timeout``, ``[track]`` and the paths of data and model may
-            change, and so may ``[align]`` unless a stage was done with other settings. All other settings
-            must be the same.
+            ``engine.workers``, ``engine.visit_timeout``, ``[checkpoint]``, ``[track]`` and the paths of data
+            and model may change, and so may ``[align]`` unless a stage was done with other settings. All
+            other settings must be the same.
         progress: show the progress on the terminal.
         callbacks: receive the events of the run, in this order. An exception from one of them ends the run;
             committed rounds are kept.
@@ -184,7 +184,10 @@ def run(
     check_start(experiment)
     existing_parent(path)
     with (
-        open_run(experiment, path, callbacks, resume=resume, page=page) as (writer, callback),
+        open_run(experiment, path, callbacks, resume=resume, spaced=experiment.checkpoint, page=page) as (
+            writer,
+            callback,
+        ),
         from_memory(experiment, data, writer) as experiment,
     ):
         server = _finish(experiment, writer, callback)

@@ -32,7 +32,7 @@ from prefed.models.pretrained import reads_clock, with_dtype, with_kernels
 from prefed.runs.build import code_digests
 from prefed.runs.reference import NOT_CACHED
 from prefed.runs.summary import command
-from prefed.store import RunWriter, StoreError
+from prefed.store import CheckpointConfig, RunWriter, StoreError
 from prefed.store.directory import LOG, refuse_foreign
 from prefed.trackers.log import RunLog
 
@@ -235,8 +235,8 @@ def _may_change(name: str) -> bool:
 
 
 def _changes_nothing(name: str) -> bool:
-    """Whether a setting, of the engine or of trackers, does not affect results."""
-    return name in _CHANGEABLE or name.startswith(("engine.ray", "track."))
+    """Whether a setting, of the engine, of kept commits or of trackers, does not affect results."""
+    return name in _CHANGEABLE or name.startswith(("engine.ray", "checkpoint.", "track."))
 
 
 def _updated(stored: Mapping[str, Any], experiment: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -289,6 +289,7 @@ def open_run(
     *,
     resume: bool,
     returnable: bool = False,
+    spaced: CheckpointConfig | None = None,
     page: Callable[[Path], str] | None = None,
 ) -> Iterator[tuple[RunWriter, Callback]]:
     """Open a run directory for writing, with its log and the trackers of ``[track]``.
@@ -297,7 +298,7 @@ def open_run(
 
     Args:
         callbacks: receive the events of the run, before the log and the trackers.
-        resume, returnable: as for :class:`~prefed.store.RunWriter`.
+        resume, returnable, spaced: as for :class:`~prefed.store.RunWriter`.
         page: renders the page of a run directory, for the trackers.
 
     Yields:
@@ -318,7 +319,7 @@ def open_run(
         kinds = trackers(experiment.track.to)
         tracking = partial(tracked, kinds, experiment.track, path, page=page)
     with (
-        RunWriter(path, resume=resume, returnable=returnable) as writer,
+        RunWriter(path, resume=resume, returnable=returnable, spaced=spaced) as writer,
         run_log(path) as log,
         tracking(Callbacks([first, log])) as callback,
         _discarding(writer),

@@ -15,11 +15,13 @@ process and are removed when the directory is opened for writing.
 """
 
 from prefed.store.commit import Commit, StoreError, client_file
+from prefed.store.kept import CheckpointConfig
 from prefed.store.reader import RunReader, plain
 from prefed.store.states import ClientStateFiles, NodeFile, NodeStates
 from prefed.store.writer import RunWriter
 
 __all__ = [
+    "CheckpointConfig",
     "ClientStateFiles",
     "Commit",
     "NodeFile",

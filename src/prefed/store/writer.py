@@ -27,6 +27,7 @@ from prefed.store.commit import (
     read_state,
     write_commit,
 )
+from prefed.store.kept import CheckpointConfig
 from prefed.store.reader import plain, records_in
 from prefed.store.states import ClientStateFiles, NodeStates
 
@@ -47,15 +48,23 @@ class RunWriter:
         resume: continue the run in ``path``. There must be a run, or the rest of a start that was killed.
             Without ``resume``, ``path`` must be empty, or hold only the rest of a start that failed.
         returnable: keep the commits from :meth:`finish_round`'s ``keep`` on, with all that they name.
+        spaced: also keep these earlier commits.
 
     Raises:
         StoreError: another process uses ``path``; ``path`` is not empty, holds no run, or is damaged. The
             methods raise it if a file is damaged, or if an earlier commit failed.
     """
 
-    def __init__(self, path: str | Path, *, resume: bool = False, returnable: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        resume: bool = False,
+        returnable: bool = False,
+        spaced: CheckpointConfig | None = None,
+    ) -> None:
         self.path = Path(path)
-        self._returnable = returnable
+        self._returnable, self._spaced = returnable, spaced
         self._folder = self.path / "checkpoint"
         self.states = ClientStateFiles(self._folder / "clients")
         self.nodes = NodeStates(self._folder / "nodes")
@@ -267,17 +276,17 @@ class RunWriter:
         past = {
             str(version): digest
             for version, digest in before.items()
-            if version >= keep or (pinned and version == pinned)
+            if version >= keep or (pinned and version == pinned) or self._keeps(version, number)
         }
         digests = Digests(
             files.digest(server), self._log.hexdigest(), clients, past, self.nodes.prepare(number)
         )
         commit = Commit(number, dict(totals), dict(fingerprint), self._settings, digests, versions, best)
-        if self._returnable or (pinned and pinned == number):
+        if self._returnable or (pinned and pinned == number) or self._keeps(number, number):
             write_commit(self._folder, commit, number)
         write_commit(self._folder, commit)
         self.commit = commit
-        if self._returnable or pinned:
+        if self._returnable or pinned or self._spaced:
             self._keep_commits({**self.kept, number: commit}, keep)
         self.states.finish(commit, self.kept.values())
         self.nodes.finish(commit, self.kept.values())
@@ -286,15 +295,22 @@ class RunWriter:
         self._committing = False
 
     def _keep_commits(self, commits: Mapping[int, Commit], first: int) -> None:
-        """Keep those of ``commits`` from round ``first`` on to go back to, or that of the best round, and
-        remove the files of all others.
+        """Keep those of ``commits`` from round ``first`` on to go back to, the spaced ones, and that of the
+        best round, and remove the files of all others.
         """
         best = self.commit.best_round if self.commit else 0
-        wanted = {number for number in commits if (self._returnable and number >= first) or number == best}
+        wanted = {
+            number
+            for number in commits
+            if (self._returnable and number >= first) or number == best or self._keeps(number, self.round)
+        }
         self.kept = {number: commits[number] for number in sorted(wanted)}
         for number, path in kept_commits(self._folder).items():
             if number not in self.kept:
                 files.remove(path)
+
+    def _keeps(self, number: int, last: int) -> bool:
+        return number > 0 and self._spaced is not None and self._spaced.keeps(number, last)
 
     def _server_digests(self) -> dict[int, str | None]:
         """Round → digest of each server's state that the commit names."""

@@ -111,6 +111,8 @@ def _check(experiment: Experiment) -> None:
         raise ConfigError("[align] is not available in a federation: run `prefed align` on the finished run")
     if experiment.stop is not None:
         raise ConfigError("[stop] needs earlier rounds, and a federation stores only the last one: remove it")
+    if experiment.checkpoint is not None:
+        raise ConfigError("[checkpoint] keeps earlier rounds, and sites store only the last one: remove it")
     if experiment.report is not None and experiment.report.clients is not None:
         raise ConfigError("[report] clients needs personal models, which stay at the sites: remove it")
     if experiment.method.name == "centralized":

@@ -141,6 +141,8 @@ def _check(experiment: Experiment) -> None:
         raise ValueError(
             "[report] needs the models of several clients, and a peer has only its own: remove it"
         )
+    if experiment.checkpoint is not None:
+        raise ValueError("[checkpoint]: peers keep the commits that they need: remove it")
     if experiment.stop is not None:
         raise ValueError("[stop] needs the metrics of all clients, and a peer has only its own: remove it")
 

@@ -15,6 +15,7 @@ from prefed.ui.cli.demo import demo
 from prefed.ui.cli.doctor import doctor
 from prefed.ui.cli.errors import user_errors
 from prefed.ui.cli.federation import ends_at_once, federate, federation, peer, site
+from prefed.ui.cli.forget import forget
 from prefed.ui.cli.log import Log, set_log_format
 from prefed.ui.cli.models import export, generate, push
 from prefed.ui.cli.new import new
@@ -33,7 +34,9 @@ app = typer.Typer(
 )
 
 _TRAINING = (run, sweep, demo, peer, federate)
-"""Commands that run the code that an experiment file names. All others only look at it."""
+"""Commands that run the code that an experiment file names. All others only look at it, or load what a run
+recorded.
+"""
 
 for _command in (
     run,
@@ -53,6 +56,7 @@ for _command in (
     export,
     push,
     generate,
+    forget,
     theory,
     privacy,
     peer,

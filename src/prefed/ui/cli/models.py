@@ -82,7 +82,7 @@ def export(
         )
     base = Path(record.config["model"]["name"])
     check_folder(path, {"run": record.path, "run's base model": base}, replace=force or out is None)
-    from prefed.runs.export import write_model
+    from prefed.runs.export import record_export, write_model
 
     best = which == "best"
     exported = write_model(
@@ -95,6 +95,7 @@ def export(
         files.write(
             path / CARD, model_card(record.at_best() if best else record, exported, license=license).encode()
         )
+    record_export(run, "export", str(path.resolve()), exported)
     typer.echo(exported.describe(path))
 
 
@@ -177,7 +178,7 @@ def push(
     record = read_run(run)
     record.check_clients([client])
     from prefed.core import files
-    from prefed.runs.export import name_base, publish, write_model
+    from prefed.runs.export import name_base, publish, record_export, write_model
     from prefed.ui.pages.card import CARD, hub_name, model_card
 
     best = which == "best"
@@ -207,7 +208,9 @@ def push(
                 f"the base model is a local folder, {name}; if it is also on the hub, give --base NAME",
                 err=True,
             )
-        typer.echo(f"published: {publish(folder, repo, public=public, update=update)}")
+        commit = publish(folder, repo, public=public, update=update)
+        record_export(run, "push", commit, exported)
+        typer.echo(f"published: {commit}")
 
 
 def _describe(exported: Export) -> str:

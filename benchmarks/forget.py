@@ -1,0 +1,175 @@
+r"""Forgetting a client: equality with the run that never had it, its cost, and what both models disclose.
+
+    python benchmarks/forget.py same [--only feddpo fedper]     # every method, rule, engine and stage
+    python benchmarks/forget.py cost                            # rounds by first visit and by what is kept
+    python benchmarks/forget.py disclosure
+
+``same`` runs the cases of ``same_numbers.py`` whose data name the clients: with the client, without it, and
+with it and then forgotten. All files that hold numbers must be equal, and no 12 words of the client's texts
+be left. ``disclosure`` has an observer score pairs with the model of before and of after: AUC of the
+client's training pairs against those of clients that never took part, by the loss after, and by its change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import same_numbers
+
+ADDED: dict[str, dict[str, Any]] = {
+    "kept": {"rounds": 6, "cohort": {"size": 2}, "evaluate": {"every": 0}, "checkpoint": {"keep": "all"}},
+    "graph": {"graph": {"name": "ring"}},
+}
+
+
+def clients(place: Path) -> list[str]:
+    return sorted({json.loads(line)["client"] for line in (place / "train.jsonl").read_text().splitlines()})
+
+
+def texts(place: Path, client: str) -> list[bytes]:
+    """Twelve words in a row, or all, of each text of a client."""
+    found = []
+    for name in ("train", "test"):
+        for row in map(json.loads, (place / f"{name}.jsonl").read_text().splitlines()):
+            if row["client"] == client:
+                words = " ".join([row["prompt"], row["chosen"], row["rejected"]]).split()
+                found.append(json.dumps(" ".join(words[:12]))[1:-1].encode())
+    return found
+
+
+def run_of(place: Path, out: Path, changes: dict[str, Any], exclude: str | None = None) -> float:
+    """Run a case, perhaps without a client; its seconds."""
+    from prefed import Experiment, run
+
+    tree = same_numbers.experiment(place, changes)
+    if exclude:
+        tree["data"]["exclude"] = [exclude]
+    started = time.perf_counter()
+    run(Experiment.model_validate(tree), out)
+    return time.perf_counter() - started
+
+
+def same(place: Path, only: list[str]) -> None:
+    from prefed.methods import METHODS
+    from prefed.runs.forget import forget, plan
+
+    client, equal = clients(place)[0], 0
+    found = {**same_numbers.cases(list(METHODS)), **ADDED}
+    found = {name: changes for name, changes in found.items() if name not in ("dirichlet", "iid")}
+    for name, changes in found.items():
+        if only and name not in only:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            old, never = Path(folder, "run"), Path(folder, "never")
+            try:
+                seconds = run_of(place, old, changes)
+                run_of(place, never, changes, client)
+                before = _holds(old, texts(place, client))
+                planned, started = plan(old, [client]), time.perf_counter()
+                forget(old, [client])
+                took = time.perf_counter() - started
+                a, b = same_numbers.digests(old), same_numbers.digests(never)
+                a = {file: digest for file, digest in a.items() if not file.startswith("forgotten/")}
+                differ = sorted(file for file in {*a, *b} if a.get(file) != b.get(file))
+                after = _holds(old, texts(place, client))
+                line = f"{len(a):3} files, {len(differ)} differ {differ or ''}; its texts in {before} files, "
+                line += f"then {after}; {planned.rounds} rounds in {took:.1f} s (run: {seconds:.1f} s)"
+                equal += not differ and not after and before > 0
+            except Exception as error:
+                line = traceback.format_exception_only(error)[-1].strip()[:300]
+        print(f"{name:20} {line}", flush=True)
+    print(f"{equal} cases are bit-identical to the run that never had the client")
+
+
+def _holds(run: Path, needles: list[bytes]) -> int:
+    return sum(
+        any(needle in path.read_bytes() for needle in needles) for path in run.rglob("*") if path.is_file()
+    )
+
+
+def cost(place: Path, rounds: int = 24) -> None:
+    """One client a round, so that first visits are spread."""
+    from prefed.runs.forget import forget, plan
+
+    for keep in (None, "all", "log", 4):
+        changes: dict[str, Any] = {"rounds": rounds, "cohort": {"size": 1}, "evaluate": {"every": 0}}
+        changes |= {"checkpoint": {"keep": keep}} if keep else {}
+        with tempfile.TemporaryDirectory() as folder:
+            whole = run_of(place, Path(folder, "run"), changes)
+            size = sum(p.stat().st_size for p in Path(folder, "run/checkpoint").rglob("*") if p.is_file())
+            plans = {client: plan(Path(folder, "run"), [client]) for client in clients(place)}
+            rows = [json.loads(line) for line in Path(folder, "run/rounds.jsonl").read_text().splitlines()]
+            first = {c: min((r["round"] for r in rows if c in r["cohort"]), default=rounds) for c in plans}
+            last = max(first, key=lambda client: first[client])
+            started = time.perf_counter()
+            forget(Path(folder, "run"), [last])
+            took = time.perf_counter() - started
+            by_visit = ", ".join(
+                f"{first[c]}: {plans[c].rounds}" for c in sorted(first, key=lambda c: first[c])
+            )
+            print(
+                f"keep {keep}: checkpoint {size / 1024:.0f} KiB; first visit: rounds replayed of {rounds}: "
+                f"{by_visit}; client of round {first[last]}: {took:.1f} s, run {whole:.1f} s",
+                flush=True,
+            )
+
+
+def disclosure(place: Path) -> None:
+    """The observer knows the model before and after, and has candidate pairs."""
+    from prefed.runs.forget import forget
+    from prefed.runs.loaded_run import load_run
+
+    client, stranger = clients(place)[0], clients(place)[-1]
+    changes = {"rounds": 10, "evaluate": {"every": 0, "unseen": [stranger]}}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "run")
+        run_of(place, out, changes)
+        margins = {}
+        loaded = load_run(out, data=True)
+        data, trainer = loaded.trainers.dataset.clients, loaded.trainers.pair_trainer
+        before = loaded.published_model
+        forget(out, [client])
+        after = load_run(out).published_model
+        for when, model in (("before", before), ("after", after)):
+            for name in (client, stranger):
+                scores = trainer.score(model, data[name].train)
+                margins[when, name] = np.subtract(*(scores.policy - scores.reference).T)
+        change = {name: margins["before", name] - margins["after", name] for name in (client, stranger)}
+        for what, member, other in (
+            ("margin before", margins["before", client], margins["before", stranger]),
+            ("margin after", margins["after", client], margins["after", stranger]),
+            ("change of the margin", change[client], change[stranger]),
+        ):
+            auc = np.mean([(m > o) + 0.5 * (m == o) for m in member for o in other])
+            print(f"{what:22} AUC {auc:.2f} ({len(member)} against {len(other)} pairs)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["same", "cost", "disclosure"])
+    parser.add_argument("--place", type=Path, default=Path(tempfile.gettempdir(), "prefed-place"))
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if not args.place.exists():
+        same_numbers.make_place(args.place)
+    if args.what == "same":
+        same(args.place, args.only)
+    else:
+        {"cost": cost, "disclosure": disclosure}[args.what](args.place)
+
+
+if __name__ == "__main__":
+    main()
