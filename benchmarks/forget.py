@@ -5,7 +5,7 @@ r"""Forgetting a client: equality with the run that never had it, its cost, and 
     python benchmarks/forget.py disclosure
 
 ``same`` runs the cases of ``same_numbers.py`` whose data name the clients: with the client, without it, and
-with it and then forgotten. All files that hold numbers must be equal, and no 12 words of the client's texts
+with it and then forgotten. All files that hold numbers must be equal, and no text that only the client has
 be left. ``disclosure`` has an observer score pairs with the model of before and of after: AUC of the
 client's training pairs against those of clients that never took part, by the loss after, and by its change.
 """
@@ -26,7 +26,7 @@ import numpy as np
 import same_numbers
 
 ADDED: dict[str, dict[str, Any]] = {
-    "kept": {"rounds": 6, "cohort": {"size": 2}, "evaluate": {"every": 0}, "checkpoint": {"keep": "all"}},
+    "kept": {"rounds": 6, "cohort": {"size": 1}, "evaluate": {"every": 0}, "checkpoint": {"keep": "all"}},
     "graph": {"graph": {"name": "ring"}},
 }
 
@@ -36,14 +36,22 @@ def clients(place: Path) -> list[str]:
 
 
 def texts(place: Path, client: str) -> list[bytes]:
-    """Twelve words in a row, or all, of each text of a client."""
-    found = []
+    """The texts of a client that no other client has, each as JSON writes it and up to twelve words."""
+    own, others = set[str](), ""
     for name in ("train", "test"):
         for row in map(json.loads, (place / f"{name}.jsonl").read_text().splitlines()):
+            fields = [" ".join(row[key].split()[:12]) for key in ("prompt", "chosen", "rejected")]
             if row["client"] == client:
-                words = " ".join([row["prompt"], row["chosen"], row["rejected"]]).split()
-                found.append(json.dumps(" ".join(words[:12]))[1:-1].encode())
-    return found
+                own |= {*fields}
+            else:
+                others += json.dumps(row) + "\n"
+    return [text.encode() for text in sorted(own) if json.dumps(text)[1:-1] not in others]
+
+
+def first_visits(run: Path, names: list[str]) -> dict[str, int]:
+    """Client → the round of its first visit, or the last one."""
+    rows = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    return {name: min((r["round"] for r in rows if name in r["cohort"]), default=len(rows)) for name in names}
 
 
 def run_of(place: Path, out: Path, changes: dict[str, Any], exclude: str | None = None) -> float:
@@ -62,8 +70,9 @@ def same(place: Path, only: list[str]) -> None:
     from prefed.methods import METHODS
     from prefed.runs.forget import forget, plan
 
-    client, equal = clients(place)[0], 0
+    equal = 0
     found = {**same_numbers.cases(list(METHODS)), **ADDED}
+    found |= {f"kept {name}": {"method": {"name": name}, **ADDED["kept"]} for name in METHODS}
     found = {name: changes for name, changes in found.items() if name not in ("dirichlet", "iid")}
     for name, changes in found.items():
         if only and name not in only:
@@ -71,7 +80,10 @@ def same(place: Path, only: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             old, never = Path(folder, "run"), Path(folder, "never")
             try:
-                seconds = run_of(place, old, changes)
+                seconds, client = run_of(place, old, changes), clients(place)[0]
+                if "checkpoint" in changes:
+                    first = first_visits(old, clients(place))
+                    client = max(first, key=lambda each: first[each])
                 run_of(place, never, changes, client)
                 before = _holds(old, texts(place, client))
                 planned, started = plan(old, [client]), time.perf_counter()
@@ -107,8 +119,7 @@ def cost(place: Path, rounds: int = 24) -> None:
             whole = run_of(place, Path(folder, "run"), changes)
             size = sum(p.stat().st_size for p in Path(folder, "run/checkpoint").rglob("*") if p.is_file())
             plans = {client: plan(Path(folder, "run"), [client]) for client in clients(place)}
-            rows = [json.loads(line) for line in Path(folder, "run/rounds.jsonl").read_text().splitlines()]
-            first = {c: min((r["round"] for r in rows if c in r["cohort"]), default=rounds) for c in plans}
+            first = first_visits(Path(folder, "run"), list(plans))
             last = max(first, key=lambda client: first[client])
             started = time.perf_counter()
             forget(Path(folder, "run"), [last])
