@@ -294,9 +294,9 @@ MUTANTS = tuple(
             "laws/test_noise_laws.py",
         ),
         (
-            "privacy/secure/protocol.py",
-            "words + shared if self.client < other else words - shared",
-            "words + shared",
+            "privacy/secure/sums.py",
+            "masked + mask if self.member.site < other.site else masked - mask",
+            "masked + mask",
             "unit/test_secure.py",
         ),
         # methods

@@ -19,6 +19,7 @@ from prefed.store.commit import RoundStarts
 
 LOCAL = {"kind": "local", "clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-5}
 CENTRAL = {**LOCAL, "kind": "central"}
+DISTRIBUTED = {**LOCAL, "kind": "distributed"}
 UNIFORM = {"method": "feddpo", "merge": {"weights": "uniform"}, "rounds": 3}
 
 
@@ -67,7 +68,7 @@ def test_noise_is_drawn_anew_for_each_client_and_round(tmp_path):
 
 
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize("privacy", [LOCAL, CENTRAL])
+@pytest.mark.parametrize("privacy", [LOCAL, CENTRAL, DISTRIBUTED])
 def test_worker_processes_give_the_same_noise(privacy, tmp_path):
     options = {**UNIFORM, "privacy": privacy}
     toy.run(tmp_path / "here", **options)
@@ -75,7 +76,19 @@ def test_worker_processes_give_the_same_noise(privacy, tmp_path):
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 
-@pytest.mark.parametrize("privacy", [LOCAL, CENTRAL])
+def test_a_distributed_mean_is_the_central_one(tmp_path):
+    """With next to no noise, of zC √(6/4)/3 = 1.2e-4 a round on each number, and steps of less than that."""
+    central = toy.run(tmp_path / "central", **UNIFORM, privacy={**CENTRAL, "noise_multiplier": 0.0})
+    noise = {**DISTRIBUTED, "noise_multiplier": 1e-3}
+    summed = toy.run(tmp_path / "distributed", **UNIFORM, privacy=noise)
+    start = toy.build(toy.text()).trainers.initial
+    moved = central.tensors["model"] - start.select(central.tensors["model"])
+    off = (central.tensors["model"] - summed.tensors["model"]).flat
+    assert float(moved.norm()) > 0.1
+    assert 0 < float(off.abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize("privacy", [LOCAL, CENTRAL, DISTRIBUTED])
 def test_a_nan_is_dropped_and_a_round_goes_on(privacy, tmp_path):
     """The toy's own method, which averages by weight: all weigh 1 here."""
     options = {"faults": {"Client 1/ü": "nan"}, "cohort": None, "rounds": 2, "privacy": privacy}

@@ -30,6 +30,7 @@ BASE = {
 }
 CENTRAL = {"kind": "central", "clip": 0.5, "noise_multiplier": 1.0, "delta": 1e-5}
 LOCAL = {**CENTRAL, "kind": "local"}
+DISTRIBUTED = {**CENTRAL, "kind": "distributed"}
 
 
 def experiment(**tables):
@@ -292,6 +293,11 @@ REFUSED = [
         {"privacy": {**LOCAL, "secret_cohorts": True}},
         "secret_cohorts requires kind = 'central': with 'local' the server knows who sent each upload",
     ),
+    ({"privacy": {**DISTRIBUTED, "secret_cohorts": True}}, "with 'distributed' the server knows who sent"),
+    ({"privacy": {**DISTRIBUTED, "noise_multiplier": 0.0}}, "two sums that differ by one site"),
+    ({"privacy": {**LOCAL, "colluders": 1}}, "colluders requires kind = 'distributed'"),
+    ({"privacy": {"sites": 3}}, "sites requires kind = 'distributed'"),
+    ({"privacy": DISTRIBUTED, "merge": {"weights": "uniform", "rule": "median"}}, "needs individual uploads"),
     ({"privacy": LOCAL, "merge": {}}, "set 'uniform'"),
     ({"privacy": LOCAL, "method": {"name": "feddpo", "schedule": "plateau"}}, "plateau"),
     ({"privacy": LOCAL, "evaluate": {"diagnose": 1}}, "gradients without noise"),
@@ -347,7 +353,8 @@ def test_all_other_methods_go_with_a_kind():
         experiment(privacy=LOCAL, method={"name": name})
         if not (kind.serverless or kind.reason("SINGLE_UPLOADS")):
             more = {"alignment": "off"} if name == "fedsdg" else {}
-            experiment(privacy=CENTRAL, method={"name": name, **more})
+            for privacy in (CENTRAL, DISTRIBUTED):
+                experiment(privacy=privacy, method={"name": name, **more})
     experiment(privacy=LOCAL, merge={"weights": "uniform", "rule": "median", "lora": "ffa"}, fleet={})
 
 
@@ -366,3 +373,21 @@ def test_a_cell_of_a_table_is_shown_before_its_run():
     got = CliRunner().invoke(app, ["privacy", path, "--cell", "central-2", "--json"])
     assert json.loads(got.stdout)["epsilon"] == pytest.approx(5.42, abs=0.005)
     assert CliRunner().invoke(app, ["privacy", path]).exit_code != 0
+
+
+def test_trust_models_are_compared_at_one_epsilon(tmp_path):
+    """z = 1, C = 0.5 and 20 clients at five sites, of which one colludes: the noise on the mean is zC/m,
+    zC √(5/4)/m, and 2 z C/√m where each client adds its own and may be replaced."""
+    pytest.importorskip("dp_accounting")
+    file = tmp_path / "experiment.toml"
+    file.write_text(to_toml(experiment(privacy={**DISTRIBUTED, "sites": 5})))
+    models = json.loads(CliRunner().invoke(app, ["privacy", str(file), "--json"]).stdout)["trust_models"]
+    assert [model["kind"] for model in models] == ["none", "central", "distributed", "local"]
+    expected = (0.0, 0.5 / 20, 0.5 / 20 * math.sqrt(5 / 4), 2 * 0.5 / math.sqrt(20))
+    for model, noise in zip(models, expected, strict=True):
+        assert model["noise"] == pytest.approx(noise, rel=1e-3)
+    assert [model["bytes_up"] for model in models] == [80, 80, 20, 80]
+    assert len({model["epsilon"] for model in models[1:]}) == 1
+    assert models[2]["trusted"] == "the site; 1 of 5 may collude"
+    shown = CliRunner().invoke(app, ["privacy", str(file)]).stdout
+    assert [line.split()[0] for line in shown.splitlines()[-5:-1]] == [model["kind"] for model in models]

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PROJECT = BUILD["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-PACKAGES = {"Crypto": "pycryptodome", "mlflow": "mlflow-skinny"}
+PACKAGES = {"mlflow": "mlflow-skinny"}
 """Modules whose names differ from that of their package, other than by ``_`` for ``-``."""
 
 

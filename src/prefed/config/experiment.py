@@ -239,7 +239,7 @@ class Experiment(StrictModel):
         if kind is None:
             return self
         problems = [*_problems_of_any_kind(self)]
-        if kind == "central":
+        if kind in ("central", "distributed"):
             problems += [f"{each} (or use kind 'local')" for each in needs_single_uploads(self)]
         if problems:
             raise ValueError(f"[privacy] kind = {kind!r}: {problems[0]}")
@@ -376,7 +376,7 @@ def _problems_of_any_kind(experiment: Experiment) -> Iterator[str]:
 def needs_single_uploads(experiment: Experiment) -> Iterator[str]:
     """Reasons why the mean of a round's uploads is not enough for the server.
 
-    Central differential privacy and secure aggregation provide only this mean.
+    Central and distributed noise provide only this mean.
     """
     kind, merge = experiment.method.kind, experiment.merge
     if experiment.whole_graph is not None:

@@ -48,10 +48,11 @@ class Privacy(StrictModel):
         description="clients with fewer training pairs send no loss, and clients evaluated on fewer pairs "
         "appear only in means; 0: no minimum, for simulations; 4 is reasonable if clients are people",
     )
-    kind: Literal["central", "local"] | None = Field(
+    kind: Literal["central", "distributed", "local"] | None = Field(
         None,
         description="client-level differential privacy: central, the server adds noise to the sum of the "
-        "updates of a round; local, each client adds noise to its own upload; default: none",
+        "updates of a round; distributed, each site adds a share of this noise, and the server learns only "
+        "the sum; local, each client adds noise to its own upload; default: none",
     )
     clip: float | None = Field(
         None,
@@ -68,6 +69,18 @@ class Privacy(StrictModel):
         lt=1,
         description="for kind: the delta at which epsilon is reported; far below 1 / clients",
     )
+    colluders: int | None = Field(
+        None,
+        ge=0,
+        description="for distributed: number of sites that may pass what they know to the hub; the noise of "
+        "the others suffices without theirs; default: a third of the sites, rounded down",
+    )
+    sites: int | None = Field(
+        None,
+        ge=3,
+        description="for distributed, in a simulation: number of sites that add noise; default: every client "
+        "is a site. A federation has its own sites",
+    )
     secret_cohorts: bool | None = Field(
         None,
         description="for central: recipients of a model learn neither the cohort of a round nor the seed, "
@@ -82,11 +95,12 @@ class Privacy(StrictModel):
 
     @model_validator(mode="after")
     def _whole(self) -> Privacy:
-        names = ("clip", "noise_multiplier", "delta", "secret_cohorts", "draws")
+        names = ("clip", "noise_multiplier", "delta", "colluders", "sites", "secret_cohorts", "draws")
         if self.kind is None:
             given = [name for name in names if getattr(self, name) is not None]
             if given:
-                raise ValueError(f"{given[0]} requires kind = 'central' or 'local'")
+                kind = "'distributed'" if given[0] in ("colluders", "sites") else "'central' or 'local'"
+                raise ValueError(f"{given[0]} requires kind = {kind}")
         elif self.noise_multiplier is None:
             raise ValueError(
                 "kind requires noise_multiplier; `prefed privacy` computes it for an epsilon, 0 only clips"
@@ -95,9 +109,19 @@ class Privacy(StrictModel):
             raise ValueError(f"noise_multiplier above 0 requires {'clip' if self.clip is None else 'delta'}")
         elif self.noise_multiplier:
             check_noise(self.noise, "clip * noise_multiplier")
-        if self.secret_cohorts and self.kind == "local":
+        if self.secret_cohorts and self.kind in ("distributed", "local"):
             raise ValueError(
-                "secret_cohorts requires kind = 'central': with 'local' the server knows who sent each upload"
+                f"secret_cohorts requires kind = 'central': with {self.kind!r} the server knows who sent "
+                "each upload"
+            )
+        if self.kind == "distributed" and not self.noise_multiplier:
+            raise ValueError(
+                "kind = 'distributed' requires noise_multiplier above 0: without noise, two sums that differ "
+                "by one site give its update away. To find a clip, use kind = 'central'"
+            )
+        if self.kind in ("central", "local") and (self.colluders is not None or self.sites is not None):
+            raise ValueError(
+                f"{'sites' if self.colluders is None else 'colluders'} requires kind = 'distributed'"
             )
         return self
 
@@ -108,9 +132,13 @@ class Privacy(StrictModel):
         """
         return pairs >= self.minimum_pairs
 
+    def colluding(self, sites: int) -> int:
+        """The number of sites that may collude with the server, of so many."""
+        return sites // 3 if self.colluders is None else self.colluders
+
     @property
     def noise(self) -> float:
-        """Standard deviation of the noise: on each number of an upload if local, on their sum if central."""
+        """Standard deviation of the noise: on each number of an upload if local, else on their sum."""
         return (self.clip or 0.0) * (self.noise_multiplier or 0.0)
 
     def federated(self) -> Privacy:

@@ -31,6 +31,7 @@ from prefed.engines.simulated_fleet import FleetConfig, ScheduledRound, Visit, s
 from prefed.engines.stopping import StopConfig
 from prefed.merge.graphs import GraphConfig
 from prefed.merge.mixing import Topology
+from prefed.privacy import Grid
 from prefed.train import feedback as kinds
 from prefed.train.feedback.kind import Feedback, Scores
 from prefed.train.metrics import Metric, find_metrics
@@ -141,6 +142,19 @@ class Job:
             self.schedule(0)
         self._check_graph()
         self._check_diagnostics()
+        if self.privacy.kind == "distributed":
+            try:
+                self.grid(self.privacy.sites or len(self.members))
+            except ValueError as error:
+                raise JobError("privacy", f"kind = 'distributed': {error}") from None
+
+    def grid(self, sites: int) -> Grid:
+        """The fixed-point numbers of a sum of this many sites, under ``distributed`` noise.
+
+        Raises:
+            ValueError: see :meth:`Grid.of`.
+        """
+        return Grid.of(self.privacy, sites, len(self.members))
 
     def _check_graph(self) -> None:
         if self.graph is None:

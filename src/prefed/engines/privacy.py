@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from prefed.core import Exchange, Plain, Round, State, Upload
+import numpy as np
+
+from prefed.core import Exchange, Key, Layout, Plain, Round, State, Upload
 from prefed.engines.aggregation import Aggregation, aggregate
 from prefed.engines.job import Job
 from prefed.engines.validation import expected_groups
-from prefed.privacy import Guarantee, guarantee_of, noised_mean
+from prefed.privacy import Guarantee, flat_steps, guarantee_of, mean_of_sum, noised_mean, source_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def guarantee(job: Job) -> Guarantee:
@@ -71,26 +77,68 @@ def privacy_record(job: Job, number: int, starts: Mapping[int, int]) -> dict[str
             "bound": promised.bound,
             "releases": most_releases(job, number, starts),
             "draws": privacy.draws or "seed",
+            **({} if promised.colluders is None else {"colluders": promised.colluders}),
         }
     }
 
 
 def merge_noised(
-    job: Job, server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round
+    job: Job,
+    server: State,
+    uploads: Sequence[Upload],
+    exchange: Exchange,
+    now: Round,
+    total: NDArray[np.float64] | None = None,
 ) -> Aggregation:
     """Merge copies of the noised mean of the uploads, one for each client of a cohort.
 
     The method, ``[merge]`` and all metrics thus depend only on this mean. Noise is added even without
     uploads, because a model without noise would reveal that no client answered.
+
+    Args:
+        total: under ``distributed`` the sum of the uploads with its noise, from :func:`simulated_sum` or from
+            sites; ``None`` under ``central``.
     """
-    first = job.members[0]
-    layouts = expected_groups(first, exchange, job.method.ownership, job.trainers.initial.layout, now)
+    layouts = shared_groups(job, exchange, now)
     if not layouts:
         return aggregate(server, uploads, exchange, now)
     cohort = job.cohort_size if exchange.to == "cohort" else len(job.members)
-    key = None if job.privacy.draws == "system" else now.key.at("exchange", exchange.name).at("noise")
-    download = exchange.send(server, first, now)
-    mean = noised_mean(uploads, download, exchange, layouts, cohort, job.privacy, key)
+    download = exchange.send(server, job.members[0], now)
+    if total is None:
+        key = _noise_key(job, exchange, now)
+        mean = noised_mean(uploads, download, exchange, layouts, cohort, job.privacy, key)
+    else:
+        mean = mean_of_sum(total, download, exchange, layouts, cohort)
     copies = [Upload(client, 1.0, mean, {}, now.number) for client in job.members[:cohort]]
     merged = aggregate(server, copies, exchange, now)
     return Aggregation(merged.server, uploads if merged.uploads else (), (), merged.reason)
+
+
+def shared_groups(job: Job, exchange: Exchange, now: Round) -> Mapping[str, Layout]:
+    """Group → layout of every client's upload in an exchange, which the kinds with a mean require."""
+    model = job.trainers.initial.layout
+    return expected_groups(job.members[0], exchange, job.method.ownership, model, now)
+
+
+def simulated_sum(job: Job, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> NDArray[np.float64]:
+    """What a federation's sites would send together: all clipped steps, and each site's noise.
+
+    Sums are of whole numbers, so they do not depend on which clients a site has.
+
+    Args:
+        uploads: from :func:`~prefed.privacy.clipped_steps`.
+    """
+    sites = job.privacy.sites or len(job.members)
+    grid = job.grid(sites)
+    size = sum(layout.size for layout in shared_groups(job, exchange, now).values())
+    total = np.zeros(size, np.int64)
+    for upload in uploads:
+        total += grid.words(flat_steps(upload))
+    key = _noise_key(job, exchange, now)
+    for site in range(sites):
+        total += grid.noise(size, source_of(key and key.at("site", site)))
+    return grid.numbers(total)
+
+
+def _noise_key(job: Job, exchange: Exchange, now: Round) -> Key | None:
+    return None if job.privacy.draws == "system" else now.key.at("exchange", exchange.name).at("noise")

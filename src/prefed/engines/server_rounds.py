@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 from prefed.core import Exchange, Plain, Round, State, Upload
 from prefed.core.wire import decode_state, encode
-from prefed.engines.aggregation import aggregate
+from prefed.engines.aggregation import Aggregation, aggregate
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
 from prefed.engines.job import Job
-from prefed.engines.privacy import merge_noised
+from prefed.engines.privacy import merge_noised, simulated_sum
 from prefed.engines.simulated_fleet import ScheduledRound, Visit
 from prefed.engines.tasks import Task
 from prefed.merge import from_newest
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """A client and the round in which it is asked, which is an earlier one if its upload is late."""
 
     client: str
@@ -49,8 +49,8 @@ class ServerRounds(Course):
         now, tally = job.round(number), Tally()
         aside = self.aside()
         visits = visits_without(job, plan, aside)
-        cohort = [_Asked(visit.client, visit.started_from + 1) for visit in visits]
-        everybody = [_Asked(client, number) for client in job.members if client not in aside]
+        cohort = [Asked(visit.client, visit.started_from + 1) for visit in visits]
+        everybody = [Asked(client, number) for client in job.members if client not in aside]
         if not everybody:
             raise RoundError(
                 f"round {number}: all clients are set aside after {job.cohort.offences} bad uploads each "
@@ -74,23 +74,26 @@ class ServerRounds(Course):
         return server
 
     def _exchange(
-        self, server: State, exchange: Exchange, asked: Sequence[_Asked], now: Round, tally: Tally
+        self, server: State, exchange: Exchange, asked: Sequence[Asked], now: Round, tally: Tally
     ) -> State:
         # A late client received the state after the round before the one in which it was asked.
         late = {number for _, number in asked if number < now.number}
         starts = {number: decode_state(self.writer.server(number - 1)) for number in sorted(late)}
         starts[now.number] = server
         waves = _waves(asked)
-        uploads, invalid = self._collect(exchange, now, waves, starts, tally)
-        if exchange.late == "delta":
-            # Uploads that are not late remain bit-identical.
-            uploads = [
-                u if u.sent_at == now.number else from_newest(u, starts[u.sent_at], server) for u in uploads
-            ]
-        if self.job.privacy.kind == "central":
-            merged = merge_noised(self.job, server, uploads, exchange, now)
+        if self.job.privacy.kind == "distributed":
+            merged, invalid = self._summed(server, exchange, now, waves, tally)
         else:
-            merged = aggregate(server, uploads, exchange, now)
+            uploads, invalid = self._collect(exchange, now, waves, starts, tally)
+            if exchange.late == "delta":
+                # Uploads that are not late remain bit-identical.
+                uploads = [
+                    u if u.sent_at == now.number else from_newest(u, starts[u.sent_at], server)
+                    for u in uploads
+                ]
+            central = self.job.privacy.kind == "central"
+            merge = partial(merge_noised, self.job) if central else aggregate
+            merged = merge(server, uploads, exchange, now)
         # A client whose upload is not merged keeps its previous private state.
         last = {asked for wave in waves[-1:] for asked in wave}
         self.backend.accept(u.client for u in merged.uploads if (u.client, u.sent_at) in last)
@@ -104,11 +107,23 @@ class ServerRounds(Course):
             self.warn(now.number, f"{merged.reason}; the server keeps its state")
         return merged.server
 
+    def _summed(
+        self, server: State, exchange: Exchange, now: Round, waves: Sequence[Sequence[Asked]], tally: Tally
+    ) -> tuple[Aggregation, list[tuple[str, str]]]:
+        """Merge the sum of an exchange's uploads under distributed noise, here of simulated sites.
+
+        Returns:
+            The merge; and the client and reason of each upload that is not in the sum.
+        """
+        uploads, invalid = self._collect(exchange, now, waves, {now.number: server}, tally)
+        total = simulated_sum(self.job, uploads, exchange, now)
+        return merge_noised(self.job, server, uploads, exchange, now, total), invalid
+
     def _collect(
         self,
         exchange: Exchange,
         now: Round,
-        waves: Sequence[Sequence[_Asked]],
+        waves: Sequence[Sequence[Asked]],
         starts: Mapping[int, State],
         tally: Tally,
     ) -> tuple[list[Upload], list[tuple[str, str]]]:
@@ -130,7 +145,7 @@ class ServerRounds(Course):
         silent = {asked for wave in waves for asked in wave}
         count = len(silent)
 
-        def tasks(wave: Sequence[_Asked]) -> Iterator[Task]:
+        def tasks(wave: Sequence[Asked]) -> Iterator[Task]:
             for client, number in wave:
                 # A late client trains as in the round in which it was asked.
                 message = encode(exchange.send(starts[number], client, self.job.round(number)))
@@ -142,7 +157,7 @@ class ServerRounds(Course):
             valid = []
             done = count - len(silent)
             for result in self.ask(exchange.name, now.number, tasks(wave), count, done):
-                asked = _Asked(result.client, result.asked or now.number)
+                asked = Asked(result.client, result.asked or now.number)
                 silent.remove(asked)
                 tally.bytes_up += len(result.message)
                 upload, reason = self.upload_of(result, exchange, self.job.round(asked.round))
@@ -163,9 +178,9 @@ class ServerRounds(Course):
         return sorted(uploads, key=lambda upload: (upload.client, upload.sent_at)), dropped
 
 
-def _waves(asked: Sequence[_Asked]) -> list[list[_Asked]]:
+def _waves(asked: Sequence[Asked]) -> list[list[Asked]]:
     """Split visits into waves with one visit per client; each client's last visit is in the last wave."""
-    waves: list[list[_Asked]] = []
+    waves: list[list[Asked]] = []
     seen: dict[str, int] = {}
     for each in sorted(asked, reverse=True):
         place = seen[each.client] = seen.get(each.client, 0) + 1

@@ -1,6 +1,17 @@
 """Differential privacy of clients: clipping, noise, and what a run has spent. Needs ``prefed[privacy]``."""
 
 from prefed.privacy.accountant import Guarantee, guarantee_of
-from prefed.privacy.mechanism import noised_mean, privatize
+from prefed.privacy.distributed import Grid, source_of
+from prefed.privacy.mechanism import clipped_steps, flat_steps, mean_of_sum, noised_mean, privatize
 
-__all__ = ["Guarantee", "guarantee_of", "noised_mean", "privatize"]
+__all__ = [
+    "Grid",
+    "Guarantee",
+    "clipped_steps",
+    "flat_steps",
+    "guarantee_of",
+    "mean_of_sum",
+    "noised_mean",
+    "privatize",
+    "source_of",
+]

@@ -42,6 +42,8 @@ class Guarantee:
         sampling: amplification by sampling: none, a fixed number of clients without replacement, or Poisson.
         clients: number of clients from which a cohort is drawn.
         cohort: the size of a cohort, or its expectation.
+        colluders: sites whose noise does not count, under ``distributed``, where noise is discrete and has
+            the Gaussian's divergences (:mod:`prefed.privacy.distributed`); ``None`` for other kinds.
     """
 
     noise_multiplier: float
@@ -49,6 +51,7 @@ class Guarantee:
     sampling: Sampling
     clients: int
     cohort: int
+    colluders: int | None = None
 
     @property
     def adjacency(self) -> str:
@@ -63,7 +66,8 @@ class Guarantee:
             "fixed": f"Gaussian on {self.cohort} of {self.clients} clients drawn without replacement",
             "poisson": f"Gaussian on each client with probability {self.cohort}/{self.clients}",
         }
-        return f"Rényi: {drawn[self.sampling]}"
+        discrete = "" if self.colluders is None else f"discrete, hub and {self.colluders} sites colluding, "
+        return f"Rényi: {discrete}{drawn[self.sampling]}"
 
     def epsilon(self, releases: int, delta: float) -> float | None:
         """ε after ``releases`` releases; ``None`` without noise.
@@ -132,7 +136,8 @@ def guarantee_of(
     """
     drawn: Sampling = sampling if privacy.secret_cohorts and cohort < clients else "none"
     replaced = privacy.kind == "local" or drawn == "fixed"
-    return Guarantee(privacy.noise_multiplier or 0.0, replaced, drawn, clients, cohort)
+    colluders = privacy.colluding(privacy.sites or clients) if privacy.kind == "distributed" else None
+    return Guarantee(privacy.noise_multiplier or 0.0, replaced, drawn, clients, cohort, colluders)
 
 
 @lru_cache(maxsize=4096)

@@ -5,6 +5,7 @@ end to end. It is scaled down to at most C long. Then, with z the noise multipli
 
     local     the client sends  origin + Δ_i min(1, C/‖Δ_i‖) + N(0, (z C)² I)
     central   the server's mean is  origin + (Σ_i Δ_i min(1, C/‖Δ_i‖) + N(0, (z C)² I)) / m
+    distributed  the same sum, in whole numbers, with noise from each site: prefed.privacy.distributed
 
 m is the size of a cohort, whoever answers. An upload that is missing or refused counts as a step of 0. So the
 sum changes by at most C if one client sends nothing, and by at most 2 C if it sends anything else
@@ -24,6 +25,7 @@ from prefed.core.lazy import np, torch
 from prefed.merge.flat import weighted_mean
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -88,6 +90,47 @@ def noised_mean(
         mean = _noised(mean, privacy.noise / cohort, key)
     like = next(iter(download.tensors.values()))
     return {name: _like(like, group) for name, group in mean.items()}
+
+
+def clipped_steps(upload: Upload, download: Download, exchange: Exchange, clip: float | None) -> Upload:
+    """The update of an upload as its tensors, clipped: what a client gives its site under ``distributed``."""
+    origin = {name: _origin(download, exchange, name, group.layout) for name, group in upload.tensors.items()}
+    steps = _steps(_clip(upload.tensors, origin, clip), origin)
+    return replace(
+        upload,
+        tensors={
+            name: _like(upload.tensors[name], Tensors(group.layout, steps[name]))
+            for name, group in upload.tensors.items()
+        },
+    )
+
+
+def flat_steps(upload: Upload) -> NDArray[np.float64]:
+    """All numbers of an upload in float64, group after group in the order of their names."""
+    parts = [upload.tensors[name].flat.double() for name in sorted(upload.tensors)]
+    if not parts:
+        return np.zeros(0)
+    flat: NDArray[np.float64] = torch.cat(parts).cpu().numpy()
+    return flat
+
+
+def mean_of_sum(
+    total: NDArray[np.float64],
+    download: Download,
+    exchange: Exchange,
+    layouts: Mapping[str, Layout],
+    cohort: int,
+) -> dict[str, Tensors]:
+    """The server's mean from a sum of :func:`flat_steps`; as :func:`noised_mean`."""
+    names = sorted(layouts)
+    parts = torch.split(torch.from_numpy(total) / cohort, [layouts[name].size for name in names])
+    like = next(iter(download.tensors.values()))
+    return {
+        name: _like(
+            like, Tensors(layouts[name], _origin(download, exchange, name, layouts[name]).flat + part)
+        )
+        for name, part in zip(names, parts, strict=True)
+    }
 
 
 def _clip(

@@ -1,8 +1,10 @@
-"""The privacy guarantee of an experiment, computed before it is run."""
+"""The privacy guarantee of an experiment, and what it costs under each trust model, before it is run."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from typing import NamedTuple
 
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key
@@ -50,3 +52,49 @@ def _most_visits(experiment: Experiment, clients: int, cohort: int, promised: Gu
     for number in range(1, experiment.rounds + 1):
         visits.update(draw_cohort(seed.at("round", number), clients, cohort, sampling))
     return max(visits.values(), default=0)
+
+
+class TrustModel(NamedTuple):
+    """What one ``[privacy] kind`` costs at an ε.
+
+    Attributes:
+        trusted: who sees single updates without noise, apart from the client's own machine.
+        noise: standard deviation of the noise on each number of the mean.
+        bytes_up: bytes that the server receives in a round for each number of an upload.
+    """
+
+    kind: str
+    trusted: str
+    epsilon: float | None
+    noise_multiplier: float
+    noise: float
+    bytes_up: int
+
+
+def trust_models(experiment: Experiment, promised: Guarantee, epsilon: float) -> list[TrustModel]:
+    """The four trust models at the same ε, with the clip and the cohort of the experiment.
+
+    Args:
+        promised: from :func:`plan`.
+
+    Raises:
+        AccountantError: see :meth:`~prefed.privacy.Guarantee.noise_for`.
+    """
+    privacy, clients, cohort = experiment.privacy, promised.clients, promised.cohort
+    sites = privacy.sites or clients
+    colluders = privacy.colluding(sites)
+    assert privacy.delta is not None
+    clip = privacy.clip or 0.0
+    models = [TrustModel("none", "the hub", None, 0.0, 0.0, 4 * cohort)]
+    for kind, trusted, uploads, price in (
+        ("central", "the hub", cohort, 1 / cohort),
+        ("distributed", f"the site; {colluders} of {sites} may collude", sites, 0.0),
+        ("local", "nobody", cohort, 1 / math.sqrt(cohort)),
+    ):
+        fields = {"kind": kind, "secret_cohorts": privacy.secret_cohorts if kind == "central" else None}
+        own = guarantee_of(privacy.model_copy(update=fields), clients, cohort, experiment.cohort.sampling)
+        count = _most_visits(experiment, clients, cohort, own)
+        noise = own.noise_for(epsilon, count, privacy.delta)
+        price = price or math.sqrt(sites / (sites - colluders)) / cohort
+        models.append(TrustModel(kind, trusted, epsilon, noise, noise * clip * price, 4 * uploads))
+    return models

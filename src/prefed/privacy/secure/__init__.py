@@ -1,23 +1,38 @@
-"""Secure aggregation: a server learns the sum of its clients' numbers, and nothing of any one of them.
+"""Secure sums: a hub learns the sum of its sites' numbers, and nothing of any one of them.
 
-The protocol with pairwise masks of Bonawitz et al. 2017 (CCS '17, figure 4), for a server that may lie::
+Every two sites agree on a secret (X25519, keys signed by their identities). In a sum each adds one mask for
+every other site and sends one upload; masks cancel in the sum over exactly the sites that all of them were
+shown. A mask is bound to everything that sites must agree on (:class:`Session`), so a hub that shows two
+sites different models, members or settings gets random words. So it does if a site is missing: the others
+then take part in a new attempt, with fresh masks (Bonawitz et al. 2017, CCS '17, without recovery; Pasquini
+et al. 2022, arXiv:2111.07380).
 
-    advertise   client → two X25519 public keys, signed            server → all of them
-    share       client → for each other one, sealed: shares of its mask key and of its own mask's seed
-    mask        client → its numbers + its own mask + Σ ± a mask shared with each other client
-    confirm     server → whose numbers came                        client → a signature of these names
-    reveal      server → the signatures            client → of each that sent a share of the seed, of each
-                                                            that did not a share of the mask key
-    sum         server: takes off the masks that are left
-
-No client gives away both kinds of share of one client, and no two lists of names have enough signatures. It
-needs ``prefed[secure]``.
-
-No engine calls it. It hides a client in one sum. Two sums that differ by one client give its numbers away,
-and a server that asks for a round again gets both: see ``docs/privacy.md``.
+A site enters a sum only with sites whose identities its administrator has pinned. It needs
+``prefed[secure]``. Noise in the sum is in :mod:`prefed.privacy.distributed`.
 """
 
-from prefed.privacy.secure.primitives import SecureError
-from prefed.privacy.secure.protocol import Keys, Reveal, SecureClient, SecureServer, threshold
+from prefed.privacy.secure.identity import Identity, SecureError, fingerprint
+from prefed.privacy.secure.sums import (
+    LEAST,
+    Member,
+    Participant,
+    Session,
+    check_members,
+    check_upload,
+    sha256,
+    sum_words,
+)
 
-__all__ = ["Keys", "Reveal", "SecureClient", "SecureError", "SecureServer", "threshold"]
+__all__ = [
+    "LEAST",
+    "Identity",
+    "Member",
+    "Participant",
+    "SecureError",
+    "Session",
+    "check_members",
+    "check_upload",
+    "fingerprint",
+    "sha256",
+    "sum_words",
+]

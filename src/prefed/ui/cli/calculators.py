@@ -187,7 +187,7 @@ def privacy(
 
     from prefed.config import ConfigError
     from prefed.networks.federation.experiment import HELD, load_federated
-    from prefed.runs.privacy import plan
+    from prefed.runs.privacy import plan, trust_models
 
     if epsilon is not None and epsilon <= 0:
         raise UsageError("--epsilon must be above 0")
@@ -200,8 +200,10 @@ def privacy(
     if epsilon is not None:
         promised = replace(promised, noise_multiplier=promised.noise_for(epsilon, releases, delta))
     spent = promised.epsilon(releases, delta)
+    models = [] if spent is None else trust_models(experiment, promised, epsilon or spent)
     if as_json:
         content = {
+            "trust_models": [model._asdict() for model in models],
             "noise_multiplier": promised.noise_multiplier,
             "epsilon": spent,
             "delta": delta,
@@ -217,3 +219,13 @@ def privacy(
     typer.echo(f"neighbours        {promised.adjacency}")
     typer.echo(f"bound             {promised.bound}")
     typer.echo(f"releases          {releases} (maximum over clients)")
+    if models:
+        typer.echo("\nkind         epsilon  multiplier  noise on the mean  bytes up*  sees single updates")
+    for each in models:
+        reached = "–" if each.epsilon is None else f"{each.epsilon:.4g}"
+        typer.echo(
+            f"{each.kind:<11}  {reached:>7}  {each.noise_multiplier:>10.4f}  {each.noise:>17.3g}  "
+            f"{each.bytes_up:>9,}  {each.trusted}"
+        )
+    if models:
+        typer.echo("* received by the server in a round, for each number of an upload in float32")

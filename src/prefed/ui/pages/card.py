@@ -51,6 +51,8 @@ FOLDER = "path/to/this/folder"
 _TRUST: Mapping[object, str] = {
     "central": "clients trust the server, which receives their updates without noise and adds noise to the "
     "sum. The guarantee holds towards everyone who receives the model.",
+    "distributed": "clients trust their own site, and that no more sites than stated collude with the hub, "
+    "which learns only the sum of a round. Each site adds a share of the noise.",
     "local": "clients need not trust the server: each adds noise to its update before sending it.",
 }
 """``[privacy] kind`` → who must be trusted."""
