@@ -27,7 +27,6 @@ import same_numbers
 
 ADDED: dict[str, dict[str, Any]] = {
     "kept": {"rounds": 6, "cohort": {"size": 1}, "evaluate": {"every": 0}, "checkpoint": {"keep": "all"}},
-    "graph": {"graph": {"name": "ring"}},
 }
 
 
