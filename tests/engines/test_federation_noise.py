@@ -264,7 +264,7 @@ PLAIN = {"kind": None, "clip": None, "noise_multiplier": None, "delta": None, "d
         ({"privacy": "local"}, PLAIN, r"\[limits\] privacy: .* kind = 'local', with noise"),
         ({"privacy": "local"}, {"kind": "central"}, r"kind = 'local', with noise"),
         ({"privacy": "local"}, {"noise_multiplier": 0.0}, r"kind = 'local', with noise"),
-        ({"privacy": "central"}, PLAIN, r"kind = 'local' or 'central', with noise"),
+        ({"privacy": "central"}, PLAIN, r"kind = 'local' or 'distributed' or 'central', with noise"),
         ({"noise_multiplier": 2.5}, {}, r"noise_multiplier: 2 requested, at least 2.5 required$"),
         ({"noise_multiplier": 2.5}, PLAIN, r"noise_multiplier: 0 requested, at least 2.5 required$"),
         ({"epsilon": 4.0}, {"kind": "central"}, r"\[limits\] epsilon: .* only for its own noise"),

@@ -114,7 +114,7 @@ def test_the_status_in_the_text_format_of_prometheus(tmp_path):
     releases = Releases(tmp_path / "site-w0")
     noise = Privacy(kind="local", clip=1.0, noise_multiplier=10.0, delta=1e-5)
     for client in ("ann", "ann", ADA):
-        releases.count(client, noise)
+        releases.count([client], noise)
     lines = [line for line in prometheus_lines(config) if not line.startswith("#")]
     site = 'federation="wards",site="site-w0"'
     assert lines == [

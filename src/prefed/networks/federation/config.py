@@ -17,6 +17,7 @@ from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data.config import DataConfig
 from prefed.data.sources.huggingface import looks_like_hub_name
+from prefed.privacy.secure.identity import is_fingerprint
 
 OWN_DATA = ("train", "validation", "test", "partition", "format", "columns", "encoding", "flip")
 """Keys of ``[data]`` that a site sets. The experiment's values of these keys are ignored there."""
@@ -86,17 +87,20 @@ class Limits(StrictModel):
     )
     minimum_cohort: int = Field(2, ge=1, description="minimum number of clients per round, over all sites")
     minimum_pairs: int = Field(0, ge=0, description="minimum [privacy] minimum_pairs")
-    privacy: Literal["central", "local"] | None = Field(
+    privacy: Literal["central", "distributed", "local"] | None = Field(
         None,
-        description="required noise: local (added at this site) or central (added at the hub or at this "
-        "site); default: none required",
+        description="required noise: local (this site's is enough), distributed (or local: enough together "
+        "with the other sites') or central (any, also of the hub); default: none required",
+    )
+    colluders: int = Field(
+        0, ge=0, description="minimum number of colluding sites that distributed noise must withstand"
     )
     noise_multiplier: float = Field(0, ge=0, description="minimum [privacy] noise_multiplier")
     epsilon: float | None = Field(
         None,
         gt=0,
         description="privacy budget of each client over all runs, by this site's accounting; requires local "
-        "noise, and visits that would exceed it are refused; default: unlimited",
+        "or distributed noise, and visits that would exceed it are refused; default: unlimited",
     )
     delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is reported")
     evaluate: bool = Field(
@@ -144,6 +148,11 @@ class SiteConfig(StrictModel):
     model: SiteModel = Field(description="the site's copy of the models")
     disclose: Disclose = Field(Disclose(), description="what the hub learns about clients")
     limits: Limits = Field(Limits(), description="what the hub may request")
+    sites: dict[str, str] = Field(
+        {},
+        description="for secure sums: fingerprint of each other site's key, as `prefed site keys` prints it "
+        "there; compare it by telephone, not through the hub",
+    )
     threads: int | None = Field(
         None, ge=1, description="threads of the training process; default: as in the experiment"
     )
@@ -159,6 +168,22 @@ class SiteConfig(StrictModel):
     @classmethod
     def _named(cls, value: str) -> str:
         return check_name(value)
+
+    @field_validator("sites")
+    @classmethod
+    def _pinned(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            if not is_fingerprint(text):
+                raise ValueError(
+                    f"{check_name(name)}: {text!r} is not a fingerprint: eight words of five letters, joined "
+                    "by hyphens, as `prefed site keys` prints them at that site"
+                )
+        return value
+
+    @property
+    def identity(self) -> Path:
+        """The file of the site's identity."""
+        return Path(self.state) / "identity"
 
     @field_validator("data")
     @classmethod

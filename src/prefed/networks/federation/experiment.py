@@ -71,8 +71,6 @@ def with_real_clients(experiment: Experiment) -> Experiment:
             "[evaluate] diagnose makes clients send gradients of a few pairs, so it is only for "
             "simulations: remove it"
         )
-    if experiment.privacy.kind == "distributed":
-        raise ConfigError("[privacy] kind = 'distributed' is only for simulations: use 'local' or 'central'")
     if experiment.privacy.secret_cohorts:
         raise ConfigError(
             "[privacy] secret_cohorts: cohorts are drawn from the seed, which every site knows: remove it"

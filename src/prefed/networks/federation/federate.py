@@ -10,21 +10,26 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import parse_toml
-from prefed.core import Callback, files
+from prefed.core import Callback, Exchange, Plain, Round, State, Tensors, Upload, files
 from prefed.core.records import Summary
 from prefed.core.text import pluralize, printable
 from prefed.core.wire import encode
 from prefed.data import ClientSizes, FederatedDataset
-from prefed.engines import ServerRounds
+from prefed.engines import RoundError, ServerRounds
+from prefed.engines.aggregation import Aggregation
+from prefed.engines.base_rounds import Tally
+from prefed.engines.privacy import merge_noised, shared_groups
+from prefed.engines.server_rounds import Asked
 from prefed.engines.validation import longest_answer
 from prefed.networks.federation.experiment import HELD, with_real_clients
-from prefed.networks.federation.hub import FederationBackend, Sites
+from prefed.networks.federation.hub import Attempt, FederationBackend, Sites
 from prefed.networks.federation.messages import PACKAGES, Joined, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
+from prefed.privacy.secure import LEAST
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
 from prefed.runs.finished_run import read_summary
@@ -39,6 +44,9 @@ PREPARE = 3600.0
 QUIET = 3.0
 """Seconds after which the hub prints which sites it is waiting for."""
 PAUSE = 0.5
+ATTEMPTS: tuple[Literal[1, 2], ...] = (1, 2)
+"""Attempts at a secure sum in a round. Each is another release."""
+UNUSED = "there was no sum"
 
 
 @dataclass(frozen=True)
@@ -131,8 +139,10 @@ def _run(
     run = known["run"] if known else secrets.token_hex(8)
     code = {name: own.record() for name, own in experiment.code().items()}
     sites = Sites(transport, terms.federation, run, PREPARE, code)
-    text = experiment_for_sites(experiment)
     wanted = tuple(known["sites"]) if known else terms.sites
+    if experiment.privacy.kind == "distributed":
+        experiment = _with_colluders(experiment, len(wanted))
+    text = experiment_for_sites(experiment)
     if set(terms.sites) != set(wanted):
         callback.on_warning(
             f"the run continues with the sites it started with ({', '.join(wanted)}): to change them, start "
@@ -190,6 +200,24 @@ def _run(
     return read_summary(writer.path / "summary.json")
 
 
+def _with_colluders(experiment: Experiment, sites: int) -> Experiment:
+    """The experiment with the number of colluders that the noise of all sums withstands.
+
+    Raises:
+        ConfigError: there are too few sites.
+    """
+    privacy = experiment.privacy
+    colluders = privacy.colluding(sites)
+    if privacy.sites is not None:
+        raise ConfigError("[privacy] sites is for simulations: a federation has its own sites: remove it")
+    if sites < max(LEAST, colluders + 2):
+        raise ConfigError(
+            f"[privacy] kind = 'distributed' with colluders = {colluders} needs {max(LEAST, colluders + 2)} "
+            f"sites, and the run has {sites}: lower colluders, or add sites"
+        )
+    return experiment.model_copy(update={"privacy": privacy.model_copy(update={"colluders": colluders})})
+
+
 @dataclass(frozen=True)
 class _Rounds(ServerRounds):
     """Rounds that leave out the clients of sites that are set aside."""
@@ -198,6 +226,51 @@ class _Rounds(ServerRounds):
 
     def aside(self) -> frozenset[str]:
         return super().aside() | self.backend.set_aside()
+
+    def _summed(
+        self, server: State, exchange: Exchange, now: Round, waves: Sequence[Sequence[Asked]], tally: Tally
+    ) -> tuple[Aggregation, list[tuple[str, str]]]:
+        """Merge a secure sum. Without one after two attempts the round merges nothing."""
+        job, backend = self.job, self.backend
+        message = encode(exchange.send(server, job.members[0], now))
+        size = sum(layout.size for layout in shared_groups(job, exchange, now).values())
+        clients = backend.sites_of(asked.client for wave in waves for asked in wave)
+        least = max(LEAST, job.privacy.colluding(0) + 2)
+        sites, why, lost = list(clients), dict[str, str](), dict[str, str]()
+        for number in ATTEMPTS:
+            attempt = Attempt(number, exchange.name, sites, size, clients)
+            if number > 1:
+                # Other sites have answered already, with noise that may have reached the hub.
+                self.writer.starts.add(now.number)
+                self.warn(now.number, f"no sum in {exchange.name!r} ({_named(why)}): second attempt")
+            sites, total, why = backend.sum(now.number, message, attempt, least)
+            lost |= why
+            tally.bytes_down += len(message) * (len(sites) + len(why))
+            tally.bytes_up += 4 * size * len(sites)
+            if total is not None or len(sites) < least:
+                break
+        if not sites:
+            raise RoundError(f"round {now.number}: no site answered in {exchange.name!r}: {_named(why)}")
+        grid = None if total is None else job.grid(len(sites))
+        reason = f"no sum of {least} sites or more in {exchange.name!r}"
+        if total is not None and grid is not None and not grid.plausible(total):
+            grid, reason = None, f"a site sent something else than it should: {', '.join(sites)}"
+        summed = sites if grid is not None else []
+        tally.figures |= {"sum_attempts": number, "sum_sites": list[Plain](summed)}
+        if total is None or grid is None:
+            unused = [(c, lost.get(site, UNUSED)) for site in clients for c in clients[site]]
+            return Aggregation(server, (), (), reason), unused
+        groups = shared_groups(job, exchange, now).items()
+        nothing = {name: Tensors.zeros(layout) for name, layout in groups}
+        # What the hub may know of each upload: that it is in the sum.
+        uploads = [Upload(c, 1.0, nothing, {}, now.number) for site in sites for c in clients[site]]
+        missing = [(c, lost.get(site, "its site is away")) for site in clients for c in clients[site]]
+        missing = [(c, reason) for c, reason in missing if c not in {upload.client for upload in uploads}]
+        return merge_noised(job, server, uploads, exchange, now, grid.numbers(total)), missing
+
+
+def _named(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{site}: {why}" for site, why in sorted(reasons.items())) or "too few sites"
 
 
 def experiment_for_sites(experiment: Experiment) -> str:

@@ -11,10 +11,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass
 from itertools import chain, groupby
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import ValidationError
 
 from prefed.core import Plain
@@ -26,15 +28,19 @@ from prefed.networks.federation.messages import (
     Hello,
     Join,
     Joined,
+    Keys,
     Leave,
     Publish,
     Request,
     SiteError,
     Start,
     Started,
+    Sum,
+    Summed,
     Visit,
     order_digest,
     read_answer,
+    settings_of,
     what_is_wrong,
 )
 from prefed.networks.federation.silent_sites import Silence
@@ -46,7 +52,11 @@ from prefed.networks.federation.transport import (
     UnreachableError,
 )
 from prefed.networks.federation.unix_socket import HEADER, MOST, pack, unpack
+from prefed.privacy.secure import SecureError, Session, check_upload, sum_words
 from prefed.store.states import receipt_in, receipt_state
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _log = logging.getLogger("prefed")
 A = TypeVar("A", bound=Answer)
@@ -56,6 +66,23 @@ HELLO = 10.0
 
 LONGEST_REASON = 2000
 """Characters kept of a reason that a site gives."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt at the secure sum of an exchange.
+
+    Attributes:
+        sites: those to ask, unless they are away.
+        size: number of words.
+        clients: site → its clients of the cohort → the receipts of their private states.
+    """
+
+    number: Literal[1, 2]
+    exchange: str
+    sites: Sequence[str]
+    size: int
+    clients: Mapping[str, Mapping[str, str | None]]
 
 
 class Sites:
@@ -84,6 +111,7 @@ class Sites:
         self._code = dict(code or {})
         self._experiment, self._members, self._unseen = "", list[str](), list[str]()
         self._order, self._model = "", ""
+        self.keys = dict[str, Keys]()
 
     def connected(self) -> frozenset[str]:
         """The reachable sites."""
@@ -123,10 +151,13 @@ class Sites:
         self._members, self._unseen, self._model = list(members), list(unseen), model
         self._order = order_digest(self._experiment, self._members, self._unseen)
         request = Start(**self._common, members=self._members, unseen=self._unseen)
-        if self._agreed(site, request, Started, timeout).fingerprint.get("model") != model:
+        started = self._agreed(site, request, Started, timeout)
+        if started.fingerprint.get("model") != model:
             raise SiteError(
                 f"site {site!r} has a different base model or revision: install the hub's model there"
             )
+        if started.keys is not None:
+            self.keys[site] = started.keys
 
     def hello(self, site: str) -> str:
         """Greet a site. Return why it does not answer; empty if it does."""
@@ -159,6 +190,52 @@ class Sites:
                 return {"withheld": str(error)}, b""
             answer, message = self._ask(site, Visit(**fields, order=self._order), timeout, task.message)
         return answer, message
+
+    def request_sum(
+        self, attempt: Attempt, sites: Sequence[str], number: int, message: bytes
+    ) -> dict[str, Sum]:
+        """The request of an attempt at a secure sum to each of its sites."""
+        members = [self.keys[site] for site in sorted(sites)]
+        about: dict[str, Any] = {"round": number, "exchange": attempt.exchange, "attempt": attempt.number}
+        requests = dict[str, Sum]()
+        for site in sites:
+            request = Sum(
+                **self._common,
+                **about,
+                size=attempt.size,
+                members=members,
+                clients=dict(attempt.clients.get(site, {})),
+                order=self._order,
+            )
+            session = self.session(request, message).name.hex()
+            requests[site] = request.model_copy(update={"session": session})
+        return requests
+
+    def session(self, request: Sum, message: bytes) -> Session:
+        """The session of a secure sum."""
+        return request.of(settings_of(self._experiment, self._members, self._unseen), message)
+
+    def sum(self, site: str, request: Sum, message: bytes, timeout: float) -> tuple[Summed, bytes]:
+        """Send a request of a secure sum to a site; return its answer and its masked words.
+
+        If the site does not know the run, the run is sent again, and it gives new keys for the next attempt.
+
+        Raises:
+            UnreachableError: the site does not answer.
+        """
+        try:
+            header, words = self._ask(site, request, timeout, message)
+            answer = read_answer(site, header, Summed)
+            if answer.unknown:
+                self._send_run(site, timeout)
+            if answer.signature:
+                session = self.session(request, message)
+                check_upload(words, bytes.fromhex(answer.signature), session, self.keys[site].member)
+            elif not (answer.refused or answer.failed or answer.unknown or answer.used):
+                return Summed(failed="its upload has no signature"), b""
+        except (SiteError, SecureError) as error:
+            return Summed(failed=str(error)), b""
+        return answer, words
 
     def publish(
         self, site: str, number: int, receipts: Mapping[str, str | None], message: bytes, timeout: float
@@ -203,7 +280,9 @@ class Sites:
 
     def _ask(self, site: str, request: Request, timeout: float, body: bytes) -> tuple[dict[str, Any], bytes]:
         most = HEADER
-        if isinstance(request, Visit):
+        if isinstance(request, Sum):
+            most += 4 * request.size
+        elif isinstance(request, Visit):
             most += self.most(request.client, request.exchange, request.asked or request.round)
         try:
             answer = self._transport.call(site, pack(body, **request.model_dump()), timeout, most)
@@ -285,6 +364,61 @@ class FederationBackend(Backend):
                 if receipt is not None:
                     self._receipts.stage(task.client, receipt)
                 yield result
+
+    def sum(
+        self, number: int, message: bytes, attempt: Attempt, least: int
+    ) -> tuple[list[str], NDArray[np.int64] | None, dict[str, str]]:
+        """Ask all sites for one attempt at a secure sum.
+
+        Args:
+            least: the fewest sites.
+
+        Returns:
+            The sites that took part, or can in another attempt; the sum, or ``None``; and site → why it
+            prevented the sum, if it did.
+        """
+        if attempt.number == 1:
+            self._welcome_back(number)
+        sites = [site for site in attempt.sites if site not in self.away and site in self._sites.keys]
+        if len(sites) < least:
+            return sites, None, {}
+        requests = self._sites.request_sum(attempt, sites, number, message)
+        asked = {}
+        for site, request in requests.items():
+            seconds = self._timeout * max(1, len(request.clients))
+            asked[self._pool.submit(self._sites.sum, site, request, message, seconds)] = site
+        uploads: dict[str, NDArray[np.uint32]] = {}
+        reasons, again = dict[str, str](), list[str]()
+        for future in as_completed(asked):
+            site = asked[future]
+            try:
+                answer, words = future.result()
+            except UnreachableError as error:
+                self.silent(site, number, str(error))
+                reasons[site] = str(error)
+                continue
+            self._silences[site].answer(number)
+            if answer.unknown or answer.used:
+                reasons[site] = "it was restarted" if answer.unknown else "it took part in another sum"
+                again.append(site)
+            elif reason := answer.refused or answer.failed:
+                reasons[site] = _reason(f"its site reports: {reason}")
+            else:
+                uploads[site] = np.frombuffer(words, "<u4")
+                again.append(site)
+                for client, receipt in answer.receipts.items():
+                    if client in requests[site].clients:
+                        self._receipts.stage(client, receipt_state(site, receipt))
+        whole = not reasons
+        return sorted(again), sum_words([uploads[site] for site in sites]) if whole else None, reasons
+
+    def sites_of(self, clients: Iterable[str]) -> dict[str, dict[str, str | None]]:
+        """Site → each of these clients that it has → the receipt of its private state."""
+        found = {site: dict[str, str | None]() for site in sorted({*self._homes.values()})}
+        for client in clients:
+            stored = self._receipts.read(client)
+            found[self._homes[client]][client] = None if stored is None else receipt_in(stored)
+        return found
 
     def silent(self, site: str, number: int, why: str) -> None:
         """Count and report a site's silence in a round, and leave the site out for some rounds."""

@@ -67,7 +67,10 @@ def _width(experiment: Experiment) -> int:
 
 
 def _check_noise(privacy: Privacy, limits: Limits) -> None:
-    allowed = {"local": ("local",), "central": ("local", "central"), None: (None, "local", "central")}
+    allowed: dict[str | None, tuple[str | None, ...]] = {"local": ("local",)}
+    allowed["distributed"] = (*allowed["local"], "distributed")
+    allowed["central"] = (*allowed["distributed"], "central")
+    allowed[None] = (*allowed["central"], None)
     if privacy.kind not in allowed[limits.privacy] or (limits.privacy and not privacy.noise):
         kinds = " or ".join(map(repr, allowed[limits.privacy]))
         raise RefusalError(f"[limits] privacy: the run must have [privacy] kind = {kinds}, with noise")
@@ -76,10 +79,15 @@ def _check_noise(privacy: Privacy, limits: Limits) -> None:
             f"[limits] noise_multiplier: {privacy.noise_multiplier or 0.0:g} requested, at least "
             f"{limits.noise_multiplier:g} required"
         )
-    if limits.epsilon is not None and not (privacy.kind == "local" and privacy.noise):
+    if privacy.kind == "distributed" and privacy.colluding(0) < limits.colluders:
+        raise RefusalError(
+            f"[limits] colluders: noise against {privacy.colluding(0)} colluding sites requested, at least "
+            f"{limits.colluders} required"
+        )
+    if limits.epsilon is not None and not (privacy.kind in ("distributed", "local") and privacy.noise):
         raise RefusalError(
             "[limits] epsilon: this site accounts only for its own noise: the run must have [privacy] kind = "
-            "'local', with noise"
+            "'local' or 'distributed', with noise"
         )
 
 

@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeInt,
+    PositiveInt,
     ValidationError,
     model_validator,
 )
@@ -25,6 +26,7 @@ from prefed.engines.tasks import Task
 from prefed.networks.federation.limits import RefusalError
 from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.vault import is_receipt
+from prefed.privacy.secure import Member, Session, sha256
 
 FORMAT = 1
 """Version of the message format. Hub and sites must have the same."""
@@ -61,6 +63,8 @@ def _pairs(counts: list[int]) -> list[int]:
     return counts
 
 
+Key: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Signature: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Receipt: TypeAlias = Annotated[str, AfterValidator(_receipt)]
 Pairs: TypeAlias = Annotated[list[NonNegativeInt], Field(min_length=3, max_length=3), AfterValidator(_pairs)]
 """A client's number of training, validation and test pairs."""
@@ -135,6 +139,53 @@ class Visit(Request):
         return Task(self.kind, self.client, self.round, self.exchange, message, self.asked)
 
 
+class Keys(Message):
+    """A site's keys in a run: a :class:`~prefed.privacy.secure.Member` in hexadecimal."""
+
+    site: str
+    identity: Key
+    key: Key
+    signature: Signature
+
+    @classmethod
+    def of(cls, member: Member) -> Keys:
+        """Encode a member."""
+        fields = {name: getattr(member, name).hex() for name in ("identity", "key", "signature")}
+        return cls(site=member.site, **fields)
+
+    @property
+    def member(self) -> Member:
+        """The member."""
+        return Member(self.site, *map(bytes.fromhex, (self.identity, self.key, self.signature)))
+
+
+class Sum(Request):
+    """Train the site's clients of a cohort, and send the masked sum of their updates.
+
+    Attributes:
+        attempt, size, members: as in :class:`~prefed.privacy.secure.Session`.
+        clients: client → receipt of its private state; ``None`` for the initial state.
+        order: from :func:`order_digest`.
+        session: the session's name in hexadecimal, by which the site sees that nothing was changed.
+    """
+
+    kind: Literal["sum"] = "sum"
+    round: int
+    exchange: str
+    attempt: Literal[1, 2]
+    size: PositiveInt
+    members: list[Keys]
+    clients: dict[str, Receipt | None]
+    order: str
+    session: str = ""
+
+    def of(self, settings: str, body: bytes) -> Session:
+        """The session that this request describes."""
+        members = tuple(each.member for each in self.members)
+        where = self.federation, self.run, self.round, self.exchange, self.attempt
+        return Session(*where, settings, sha256(body), self.size, members)
+
+
 class Publish(Request):
     """Store the download of the last round for these clients.
 
@@ -163,6 +214,7 @@ REQUESTS: Mapping[object, type[Request]] = {
     "start": Start,
     "visit": Visit,
     "evaluate": Visit,
+    "sum": Sum,
     "published": Publish,
     "leave": Leave,
 }
@@ -190,9 +242,14 @@ class Joined(Answer):
 
 
 class Started(Answer):
-    """Answer to :class:`Start`: fingerprints of the site's job. ``model`` must match the hub's."""
+    """Answer to :class:`Start`: fingerprints of the site's job. ``model`` must match the hub's.
+
+    Attributes:
+        keys: for secure sums.
+    """
 
     fingerprint: dict[str, str]
+    keys: Keys | None = None
 
 
 class Done(Answer):
@@ -207,6 +264,20 @@ class Done(Answer):
     withheld: str = ""
     receipt: Receipt | None = None
     broken: bool = False
+
+
+class Summed(Answer):
+    """Answer to :class:`Sum`. The masked words are the body.
+
+    Attributes:
+        receipts: client → receipt of its new private state, where it changed.
+        signature: of the words, in hexadecimal.
+        used: the site took part in another sum under this attempt: the next one is needed.
+    """
+
+    receipts: dict[str, Receipt] = {}
+    signature: Signature | Literal[""] = ""
+    used: bool = False
 
 
 A = TypeVar("A", bound=Answer)
@@ -271,6 +342,11 @@ def is_run(text: str) -> bool:
     (True, False)
     """
     return re.fullmatch(r"[0-9a-f]{16}", text) is not None
+
+
+def settings_of(experiment: str, members: list[str], unseen: list[str]) -> str:
+    """What the sites of a secure sum must have the same: SHA-256 of a run's experiment and clients."""
+    return sha256(json.dumps([VERSION, experiment, members, unseen]).encode())
 
 
 def order_digest(experiment: str, members: list[str], unseen: list[str]) -> str:

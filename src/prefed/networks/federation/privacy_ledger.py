@@ -1,4 +1,4 @@
-"""Privacy ledger of a site: the loss of each client under local noise, and the answers already released.
+"""Privacy ledger of a site: the loss of each client under local or distributed noise, and earlier answers.
 
 Noise comes from the operating system, so repeating a visit would release the same values with new noise.
 Therefore each answer is stored before it is sent, and a repeated request gets the same bytes, even after the
@@ -11,6 +11,7 @@ for each client.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from prefed.core import Privacy, files
@@ -42,8 +43,25 @@ class Releases:
         path = self._path(run, number, key)
         return path.read_bytes() if path.exists() else None
 
-    def count(self, client: str, privacy: Privacy) -> None:
-        """Record a release of a client before its visit.
+    def claim(self, run: str, number: int, name: str, key: str) -> bool:
+        """Record that a request takes part in a sum; return whether no other request has under this name.
+
+        Args:
+            name: the exchange and the attempt.
+            key: as for :meth:`answer`.
+
+        Raises:
+            WriteError: it cannot be recorded; the site must not take part.
+        """
+        path = self._path(run, number, name)
+        if path.exists():
+            return path.read_bytes() == key.encode()
+        files.private_folder(path.parent)
+        files.write(path, key.encode(), mode=0o600)
+        return True
+
+    def count(self, clients: Iterable[str], privacy: Privacy) -> None:
+        """Record a release of each client before its visit.
 
         Visits that fail or are withheld count too, because a failure also depends on the pairs.
 
@@ -51,7 +69,7 @@ class Releases:
             WriteError: the ledger cannot be written; the visit must not take place.
             StoreError: as :meth:`spent`.
         """
-        spent = {**self.spent(), client: self._after(client, privacy)}
+        spent = {**self.spent(), **{client: self._after(client, privacy) for client in clients}}
         files.write(self._folder / _SPENT, files.dumps_with_digest({"spent": spent}), mode=0o600)
 
     def keep(self, run: str, number: int, key: str, answer: bytes) -> None:
@@ -114,6 +132,8 @@ class Releases:
 
 def epsilon_of(spent: float, delta: float) -> float:
     """ε of releases with Σ 1/z² = ``spent``; neighbouring data sets replace all pairs of one client.
+
+    This covers releases of both kinds: a replaced update changes an upload, or a sum, by at most 2 C.
 
     Raises:
         AccountantError: ``dp-accounting`` is not installed.

@@ -8,13 +8,17 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from prefed.config import ConfigError, Experiment
 from prefed.core import files
 from prefed.core.text import is_ours, one_line, pluralize, printable
+from prefed.core.wire import decode_upload
 from prefed.engines import WorkerError
 from prefed.engines.backends.processes import Worker
 from prefed.engines.tasks import Task
@@ -41,21 +45,30 @@ from prefed.networks.federation.messages import (
     PACKAGES,
     VERSION,
     Join,
+    Keys,
     Leave,
     Publish,
     Start,
+    Sum,
     Visit,
     check_download,
     is_run,
     order_digest,
     own_version,
     read_request,
+    settings_of,
 )
 from prefed.networks.federation.privacy_ledger import Releases
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
+from prefed.privacy import Grid, flat_steps, source_of
+from prefed.privacy.secure import Identity, Participant, SecureError
+from prefed.privacy.secure import check_members as check_sites
 from prefed.runs.data_notices import data_notices
 from prefed.store.directory import lock
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _log = logging.getLogger("prefed")
 
@@ -93,6 +106,9 @@ class Site:
         self._worker: Worker | None = None
         self._answers: OrderedDict[str, bytes] = OrderedDict()
         self._releases = Releases(self._state)
+        self._participants: dict[str, Participant] = {}
+        # The updates of the last sum's clients, for a second attempt.
+        self._steps: tuple[str, dict[str, tuple[bytes, str | None]]] = "", {}
 
     def close(self) -> None:
         """Stop the training process and release the lock on the state folder."""
@@ -169,6 +185,8 @@ class Site:
                     return self._start(run, request.members, request.unseen)
                 case Visit():
                     return self._do(run, request, body)
+                case Sum():
+                    return self._sum(run, request, body)
                 case Publish():
                     return self._keep(run, request, body)
                 case Leave():
@@ -212,7 +230,20 @@ class Site:
         self._begin(run, order)
         order |= {"exchanges": self._exchanges}
         self._write_order(run, order)
-        return pack(fingerprint={"model": self._fingerprint})
+        keys = None
+        if self._experiment is not None and self._experiment.privacy.kind == "distributed":
+            keys = Keys.of(self._participant(run).member).model_dump()
+        return pack(fingerprint={"model": self._fingerprint}, keys=keys)
+
+    def _participant(self, run: str) -> Participant:
+        """This process in the secure sums of a run. A new process has new keys."""
+        if run not in self._participants:
+            try:
+                identity = Identity.at(self.config.identity)
+            except SecureError as error:
+                raise RefusalError(str(error)) from error
+            self._participants[run] = Participant(identity, self.config.federation, run, self.config.name)
+        return self._participants[run]
 
     def _experiment_of(self, run: str, order: dict[str, Any]) -> Experiment:
         """The experiment of a started run, checked against the limits."""
@@ -256,13 +287,7 @@ class Site:
         if not ("exchanges" in order and "pairs" in order) or _digest(order) != request.order:
             return pack(unknown=True)
         receipt, task = request.receipt, request.task(body)
-        if task.round < order["round"]:
-            raise RefusalError(
-                f"round {task.round} is over: this site already answered in round {order['round']}"
-            )
-        own = next((name for name, reported in order["names"].items() if reported == task.client), None)
-        if own is None:
-            raise RefusalError("the client is not at this site")
+        own = _own_client(order, task.round, task.client)
         # Settings that may change on resuming, e.g. the number of rounds, must not cause a second noise draw.
         lasting = request.model_dump(exclude={"order", "prefed"})
         release = files.digest(pack(**lasting)) + files.digest(body)
@@ -274,6 +299,8 @@ class Site:
         check_task(task, experiment, self.config, order["pairs"][task.client], order["exchanges"])
         check_download(body, "the task's download")
         privacy = experiment.privacy
+        if task.kind == "visit" and privacy.kind == "distributed":
+            raise RefusalError("[privacy] kind = 'distributed': no single upload leaves this site")
         noisy = task.kind == "visit" and privacy.kind == "local" and privacy.noise > 0
         if noisy:
             self._releases.check(own, privacy, self.config.limits)
@@ -281,12 +308,8 @@ class Site:
         before = vault.read(task.client, receipt)
         self._begin(run, order)
         if noisy:
-            self._releases.count(own, privacy)
-        fields = self._work(run, order, task, before)
-        state: bytes | None = fields["state"]
-        kept = receipt if state is None else vault.keep(task.client, task.round, state)
-        if task.kind == "visit":
-            vault.tidy(task.client, receipt, task.round)
+            self._releases.count([own], privacy)
+        fields, kept = self._visited(run, order, task, receipt, vault, before)
         if task.round > order["round"]:
             self._write_order(run, {**order, "round": task.round})
         message: bytes = fields["message"]
@@ -309,6 +332,121 @@ class Site:
         ):
             self._answers.popitem(last=False)
         return answer
+
+    def _visited(
+        self,
+        run: str,
+        order: dict[str, Any],
+        task: Task,
+        receipt: str | None,
+        vault: Vault,
+        before: bytes | None,
+    ) -> tuple[dict[str, Any], str | None]:
+        """Run a task on a client's private state; return its result and the receipt of the next state."""
+        fields = self._work(run, order, task, before)
+        state: bytes | None = fields["state"]
+        kept = receipt if state is None else vault.keep(task.client, task.round, state)
+        if task.kind == "visit":
+            vault.tidy(task.client, receipt, task.round)
+        return fields, kept
+
+    def _sum(self, run: str, request: Sum, body: bytes) -> bytes:
+        """Train the site's clients of a cohort, and answer with the masked and noised sum of their updates.
+
+        Before the answer is sent, the disk has that this attempt is used, what it costs each client, and the
+        answer. A request that is repeated gets the same answer; any other under this attempt gets none.
+        """
+        order = self._read_order(run) or {}
+        release = files.digest(pack(**request.model_dump(exclude={"prefed"}))) + files.digest(body)
+        answered = self._releases.answer(run, request.round, release)
+        if answered is not None:
+            return answered
+        known = "exchanges" in order and "pairs" in order and _digest(order) == request.order
+        if not known or run not in self._participants:
+            return pack(unknown=True)
+        experiment, participant = self._experiment_of(run, order), self._participants[run]
+        privacy = experiment.privacy
+        if privacy.kind != "distributed":
+            raise RefusalError(f"[privacy] kind = {privacy.kind!r}: this run has no secure sums")
+        # There may be no client of this site in the cohort, and then no task to check.
+        if request.exchange not in order["exchanges"] or not order["round"] <= request.round:
+            raise RefusalError(f"there is no sum in {request.exchange!r} in round {request.round}")
+        if 4 * request.size > self.config.limits.message_mb * 2**20:
+            raise RefusalError(f"a sum of {request.size:,} numbers is longer than [limits] message_mb allows")
+        names = {client: _own_client(order, request.round, client) for client in sorted(request.clients)}
+        task = Task("visit", "", request.round, request.exchange, body)
+        for client in names:
+            visit, pairs = replace(task, client=client), order["pairs"][client]
+            check_task(visit, experiment, self.config, pairs, order["exchanges"])
+        check_download(body, "the task's download")
+        session = request.of(settings_of(order["experiment"], order["members"], order["unseen"]), body)
+        if session.name.hex() != request.session:
+            raise RefusalError("the request was changed on its way: its digest is another")
+        sites, clients = len(session.members), len({*order["members"]} - {*order["unseen"]})
+        try:
+            check_sites(session, participant.member, self.config.sites, privacy.colluding(sites) + 2)
+            grid = Grid.of(privacy, sites, clients)
+        except (SecureError, ValueError) as error:
+            raise RefusalError(str(error)) from error
+        for own in names.values():
+            self._releases.check(own, privacy, self.config.limits)
+        if not self._releases.claim(run, request.round, f"{request.exchange}-{request.attempt}", release):
+            return pack(used=True)
+        self._begin(run, order)
+        self._releases.count(names.values(), privacy)
+        total, receipts = self._summed(run, order, task, request, grid)
+        total += grid.noise(request.size, source_of(None))
+        words = participant.mask(total.astype(np.uint32), session).tobytes()
+        if request.round > order["round"]:
+            self._write_order(run, {**order, "round": request.round})
+        about: dict[str, Any] = {
+            "run": run,
+            "round": request.round,
+            "bytes": len(words),
+            "numbers": request.size,
+        }
+        about |= {"sites": [each.site for each in session.members], "clients": sorted(request.clients)}
+        self.log.add("sum", **about, attempt=request.attempt)
+        self._say(f"run {run[:8]}: round {request.round}, {request.exchange}, a sum of {sites} sites")
+        answer = pack(words, receipts=receipts, signature=participant.sign(words, session).hex())
+        self._releases.keep(run, request.round, release, answer)
+        return answer
+
+    def _summed(
+        self, run: str, order: dict[str, Any], task: Task, request: Sum, grid: Grid
+    ) -> tuple[NDArray[np.int64], dict[str, str]]:
+        """The sum of the clients' updates without noise, and the receipts of their next private states.
+
+        A client whose visit fails counts as an update of 0; only the site's log says so.
+        """
+        visits = files.digest(pack(**request.model_dump(include={"run", "round", "exchange", "clients"})))
+        if self._steps[0] != visits + files.digest(task.message):
+            self._steps = visits + files.digest(task.message), {}
+        steps = self._steps[1]
+        vault = Vault(self._state / "runs" / run / "clients", self._secret)
+        total, receipts = np.zeros(request.size, np.int64), dict[str, str]()
+        for client, receipt in sorted(request.clients.items()):
+            if client not in steps:
+                visit = replace(task, client=client)
+                about: dict[str, Any] = {"run": run, "round": task.round, "client": client}
+                try:
+                    before = vault.read(client, receipt)
+                    fields, kept = self._visited(run, order, visit, receipt, vault, before)
+                except WorkerError as error:
+                    self._note("failed", _reason(error), **about)
+                    continue
+                if fields["withheld"]:
+                    self._note("withheld", fields["withheld"], **about)
+                    continue
+                steps[client] = fields["message"], kept if kept != receipt else None
+            message, new = steps[client]
+            words = grid.words(flat_steps(decode_upload(message)))
+            if len(words) != request.size:
+                raise RefusalError(f"an update has {len(words):,} numbers, the hub asks for {request.size:,}")
+            total += words
+            if new is not None:
+                receipts[client] = new
+        return total, receipts
 
     def _keep(self, run: str, request: Publish, body: bytes) -> bytes:
         """Store the download of the last round for clients of this site."""
@@ -352,6 +490,20 @@ class Site:
 
     def _order_path(self, run: str) -> Path:
         return self._state / "runs" / run / "order.json"
+
+
+def _own_client(order: dict[str, Any], number: int, client: str) -> str:
+    """The site's name of a client that the hub asks in a round.
+
+    Raises:
+        RefusalError: the round is over, or the client is not at this site.
+    """
+    if number < order["round"]:
+        raise RefusalError(f"round {number} is over: this site already answered in round {order['round']}")
+    own = next((name for name, reported in order["names"].items() if reported == client), None)
+    if own is None:
+        raise RefusalError("the client is not at this site")
+    return str(own)
 
 
 def _digest(order: dict[str, Any]) -> str:

@@ -150,7 +150,7 @@ def site(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="[status|export] CONFIG", help="The site's file, site.toml.", show_default=False
+            metavar="[status|keys|export] CONFIG", help="The site's file, site.toml.", show_default=False
         ),
     ],
     last: Annotated[int, typer.Option(min=0, help="With status: number of log entries to show.")] = 20,
@@ -179,14 +179,14 @@ def site(
 ) -> None:
     """Take part in a federation until stopped.
 
-    With status: show the log of requests to the site and its replies. With export: write the final model of
-    one of the site's clients to a folder that PEFT or transformers loads.
+    With status: show the log of requests to the site and its replies. With keys: make the site's key for
+    secure sums if it has none, and show its fingerprint and those of the other sites. With export: write the
+    final model of one of the site's clients to a folder that PEFT or transformers loads.
     """
-    word, path = words[0] if len(words) == 2 and words[0] in ("status", "export") else "", Path(words[-1])
+    known = ("status", "keys", "export")
+    word, path = words[0] if len(words) == 2 and words[0] in known else "", Path(words[-1])
     if len(words) > 1 and not word:
-        raise UsageError(
-            "use `prefed site CONFIG`, `prefed site status CONFIG` or `prefed site export CONFIG`"
-        )
+        raise UsageError("use `prefed site CONFIG`, or `prefed site status`, `keys` or `export` with CONFIG")
     options = {"--run": run, "--client": client, "--out": out, "--merge": merge, "--force": force}
     if word != "export" and (given := [name for name, value in options.items() if value]):
         raise UsageError(f"{given[0]} requires `prefed site export CONFIG`")
@@ -212,6 +212,14 @@ def site(
 
         for line in prometheus_lines(config) if prometheus else status_lines(config, last):
             typer.echo(line)
+        return
+    if word == "keys":
+        from prefed.privacy.secure import Identity, fingerprint
+
+        typer.echo(f"{config.name} = {fingerprint(Identity.at(config.identity, create=True).public)}")
+        for name, words_of in config.sites.items():
+            typer.echo(f"  expects {name} = {words_of}")
+        typer.echo("Compare each fingerprint with its site by telephone, and put it in [sites] of site.toml.")
         return
     from prefed.networks.federation.flare import check_installed
 

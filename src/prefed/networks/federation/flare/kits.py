@@ -90,8 +90,12 @@ pairs = true                # report clients' numbers of pairs, which weight the
 rounds = 1000
 minimum_cohort = 2
 minimum_pairs = 0
-# privacy = "local"         # require noise that is added at this site
+# privacy = "local"         # require noise that is added at this site; "distributed": at each site
 evaluate = true
+
+# For secure sums: the others' fingerprints, from `prefed site keys` there. Compare them by telephone.
+# [sites]
+# south = "eight-words-joined-by-hyphens"
 """
 
 

@@ -1,0 +1,434 @@
+"""Distributed noise over a federation: equal to its simulation, and what a hub that lies or dies gets."""
+
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import toy
+from federating import Here, Within, experiment, site_config
+from prefed import run
+from prefed.config import ConfigError
+from prefed.core import Download, Key
+from prefed.core.wire import encode
+from prefed.engines import privacy as engine_privacy
+from prefed.networks.federation import site as site_module
+from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
+from prefed.networks.federation.messages import FORMAT, VERSION, Keys, Sum, order_digest, settings_of
+from prefed.networks.federation.privacy_ledger import Releases
+from prefed.networks.federation.site import Site
+from prefed.networks.federation.transport import UnreachableError
+from prefed.networks.federation.unix_socket import pack, unpack
+from prefed.privacy import Grid, guarantee_of
+from prefed.privacy.secure import Identity, Participant, fingerprint, sum_words
+from workers import make_place
+
+pytest.importorskip("dp_accounting")
+pytest.importorskip("cryptography")
+
+NOISE = {"kind": "distributed", "clip": 0.05, "noise_multiplier": 2.0, "delta": 1e-5, "colluders": 0}
+NAMES = ("site-a", "site-b", "site-c", "site-d")
+TERMS = Terms("wards", NAMES, wait=0.0)
+
+
+def private(place, method="feddpo", rounds=2, **changes):
+    asked = experiment(place, method=method, rounds=rounds)
+    tables = asked.tables() | {"merge": {"weights": "uniform"}, "privacy": {**NOISE, **changes}}
+    return type(asked).from_tables(tables, "the test")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Workers w0 to w3, of whom w0 and w1 are at one site each, w2 and w3 at two more."""
+    place = make_place(tmp_path_factory.mktemp("place"))
+    fourth = (place / "w0.jsonl").read_text().replace('"w0"', '"w3"').replace("Question", "Why")
+    (place / "w3.jsonl").write_text(fourth)
+    with (place / "pairs.jsonl").open("a") as stream:
+        stream.write(fourth)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Sites train in this process."""
+    monkeypatch.setattr(site_module, "Worker", Here)
+
+
+@pytest.fixture
+def seeded(monkeypatch):
+    """The four draws of a round are of the same four streams, whichever site is first."""
+    for module in (site_module, engine_privacy):
+        count = itertools.count()
+
+        def source_of(key, count=count):
+            return Key(5).at("draw", next(count) % 4).numpy().bytes
+
+        monkeypatch.setattr(module, "source_of", source_of)
+
+
+def identities(folder):
+    return {name: Identity.at(folder / f"site-{name}" / "identity", create=True) for name in NAMES}
+
+
+def opened(place, folder, **limits):
+    """The four sites, each with one worker and the fingerprints of the others."""
+    pins = {name: fingerprint(own.public) for name, own in identities(folder).items()}
+    made = {}
+    for number, name in enumerate(NAMES):
+        others = {other: text for other, text in pins.items() if other != name}
+        data = {"train": str(place / f"w{number}.jsonl"), "partition": {"by": "column", "column": "worker"}}
+        changes = {"name": name, "sites": others, "data": data, "limits": limits}
+        made[name] = Site(site_config(place, folder, name, **changes))
+    return made
+
+
+def closed(sites):
+    for site in sites.values():
+        site.close()
+
+
+def spent(folder, name):
+    return Releases(folder / f"site-{name}").spent()
+
+
+def server(out, number=2):
+    return (out / f"checkpoint/server@{number:06d}.safetensors").read_bytes()
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("method", "dies"), [("fedpdpo", None), ("feddpo", 2)])
+def test_a_federation_is_its_simulation(method, dies, place, tmp_path, seeded):
+    """Bit for bit, with the same noise: the server's state, and metrics, which depend on clients' private
+    states. One hub dies in round 2 after two metrics, so that its sums are asked for again: the sites answer
+    as before and count each round once, and the hub counts three."""
+    asked = private(place, method)
+    run(asked, tmp_path / "alone")
+    sites = opened(place, tmp_path)
+    transport, resume = Within(sites), False
+    if dies:
+        with pytest.raises(KeyboardInterrupt):
+            federate(asked, tmp_path / "over", transport, TERMS, callbacks=[toy.InterruptAt(4 + dies)])
+        resume = True
+    summary = federate(asked, tmp_path / "over", transport, TERMS, resume=resume)
+    closed(sites)
+    assert server(tmp_path / "over") == server(tmp_path / "alone")
+    for own, alone in zip(records(tmp_path / "over"), records(tmp_path / "alone"), strict=True):
+        assert own["evaluation"] == alone["evaluation"]
+        assert (own["sum_attempts"], own["sum_sites"]) == (1, [*NAMES])
+    releases = 3 if dies else 2
+    assert summary["privacy"]["releases"] == releases
+    assert summary["privacy"]["epsilon"] == guarantee_of(asked.privacy, 4, 4).epsilon(releases, 1e-5)
+    assert summary["privacy"]["colluders"] == 0
+    for number, name in enumerate(NAMES):
+        assert spent(tmp_path, name) == {f"w{number}": 2 * 2.0**-2}
+
+
+def test_the_noise_of_workers_and_of_one_process_is_the_same(place, tmp_path):
+    """Drawn from the run's seed, site by site."""
+    asked = private(place, sites=3, rounds=1)
+    run(asked, tmp_path / "one")
+    two = asked.model_copy(update={"engine": asked.engine.model_copy(update={"workers": 2})})
+    run(two, tmp_path / "two")
+    assert server(tmp_path / "one", 1) == server(tmp_path / "two", 1)
+
+
+def test_a_site_that_is_missing_costs_a_second_attempt(place, tmp_path):
+    """Site d is away when it is asked in round 2. The others answer twice, with other words, and the sum is
+    of three. In round 3 d is still left out, and c is away, too: two are too few, the round merges nothing,
+    and the run continues. Each site counts its own releases."""
+    answers, gone = {}, {"d": {2}, "c": {3}}
+
+    def before(site, request):
+        header, _ = unpack(request)
+        if header["kind"] == "sum" and header["round"] in gone.get(site[-1], ()):
+            raise UnreachableError("it is switched off")
+
+    class Listens(Within):
+        def call(self, site, request, timeout, most):
+            answer = super().call(site, request, timeout, most)
+            header, _ = unpack(request)
+            if header["kind"] == "sum":
+                answers.setdefault((site, header["round"]), []).append(unpack(answer)[1])
+            return answer
+
+    sites = opened(place, tmp_path)
+    federate(private(place, rounds=3), tmp_path / "over", Listens(sites, before), TERMS)
+    closed(sites)
+    first, second, third = records(tmp_path / "over")
+    assert (first["sum_attempts"], first["sum_sites"]) == (1, [*NAMES])
+    assert (second["sum_attempts"], second["sum_sites"]) == (2, [*NAMES[:3]])
+    # d is away in round 3, too: three are asked, and after one of them is gone two are left.
+    assert third["sum_sites"] == []
+    assert {each["client"] for each in third["dropped"]} == {"w0", "w1", "w2", "w3"}
+    assert {each["client"]: each["reason"] for each in second["dropped"]} == {"w3": "it is switched off"}
+    one, other = answers["site-a", 2]
+    assert one != other
+    assert len(one) == len(other)
+    counts = {name: round(sum(spent(tmp_path, name).values()) * 4) for name in NAMES}
+    assert counts == {"site-a": 4, "site-b": 4, "site-c": 3, "site-d": 1}
+
+
+def test_garbage_of_a_site_merges_nothing_and_names_what_it_can(place, tmp_path):
+    """Random words with a valid signature: the sum cannot be, and no one can see of whom. A byte flipped on
+    the way is found by the signature, costs its site the round, and is named."""
+    sites = opened(place, tmp_path)
+    mask = Participant.mask
+
+    def garbage(participant, words, session):
+        masked = mask(participant, words, session)
+        lies = session.round == 1 and participant.member.site == "site-b"
+        return np.random.default_rng(0).integers(0, 2**32, len(masked), dtype=np.uint32) if lies else masked
+
+    class Flips(Within):
+        def call(self, site, request, timeout, most):
+            answer = super().call(site, request, timeout, most)
+            header, _ = unpack(request)
+            flips = header["kind"] == "sum" and header["round"] == 2 and site == "site-c"
+            return answer[:-1] + bytes([answer[-1] ^ 1]) if flips else answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Participant, "mask", garbage)
+        federate(private(place), tmp_path / "over", Flips(sites), TERMS)
+    closed(sites)
+    first, second = records(tmp_path / "over")
+    assert first["sum_sites"] == []
+    assert {each["reason"] for each in first["dropped"]} == {"there was no sum"}
+    assert (second["sum_attempts"], second["sum_sites"]) == (2, ["site-a", "site-b", "site-d"])
+    (dropped,) = second["dropped"]
+    assert dropped["client"] == "w2"
+    assert "not signed by its identity for this sum: it was changed" in dropped["reason"]
+
+
+def test_too_few_sites_are_refused_before_the_run(place, tmp_path):
+    with pytest.raises(ConfigError, match="colluders = 3 needs 5 sites, and the run has 4"):
+        federate(private(place, colluders=3), tmp_path / "over", Within({}), TERMS)
+    with pytest.raises(ConfigError, match="a federation has its own sites"):
+        federate(private(place, sites=3), tmp_path / "over", Within({}), TERMS)
+
+
+# A hub that lies
+
+
+class Hub:
+    """Speaks to site a alone, in the name of the hub and of any other site's process."""
+
+    def __init__(self, place, folder, **limits):
+        self.place, self.folder = place, folder
+        self.run, self.model = "0" * 16, b""
+        self.text = experiment_for_sites(private(place, rounds=4))
+        self.clients = ["w0", "w1", "w2", "w3"]
+        self.others = {
+            name: Participant(own, "wards", self.run, name)
+            for name, own in identities(folder).items()
+            if name != "site-a"
+        }
+        self.open(**limits)
+        self.body = encode(Download({}, {}))
+
+    def open(self, **limits):
+        """Start site a anew, and join it."""
+        if hasattr(self, "site"):
+            self.site.close()
+        pins = {name: fingerprint(own.public) for name, own in identities(self.folder).items()}
+        pins = {other: text for other, text in pins.items() if other != "site-a"}
+        data = {"train": str(self.place / "w0.jsonl"), "partition": {"by": "column", "column": "worker"}}
+        changes = {"name": "site-a", "sites": pins, "data": data, "limits": limits}
+        self.site = Site(site_config(self.place, self.folder, "site-a", **changes))
+        self.say(kind="join", experiment=self.text)
+        header, _ = self.say(kind="start", members=self.clients, unseen=[])
+        self.own = Keys.model_validate(header["keys"])
+
+    def say(self, body=b"", **fields):
+        common = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": self.run}
+        return unpack(self.site.answer(pack(body, **common, **fields)))
+
+    def request(
+        self, number=1, attempt=1, without=(), size=1024, body=None, clients=("w0",), exchange="train"
+    ):
+        members = [self.own, *(Keys.of(o.member) for n, o in self.others.items() if n not in without)]
+        asked = Sum(
+            run=self.run,
+            federation="wards",
+            round=number,
+            exchange=exchange,
+            attempt=attempt,
+            size=size,
+            members=members,
+            clients=dict.fromkeys(clients),
+            order=order_digest(self.text, self.clients, []),
+        )
+        session = asked.of(settings_of(self.text, self.clients, []), body or self.body)
+        return asked.model_copy(update={"session": session.name.hex()}), session
+
+    def sum(self, body=None, **fields):
+        """The site's words, or why there are none."""
+        request, _ = self.request(body=body, **fields)
+        header, words = self.say(
+            body or self.body, **request.model_dump(exclude={"run", "federation", "format", "prefed"})
+        )
+        return words or header.get("refused") or header.get("failed") or next(k for k in header if header[k])
+
+
+class Draws(Here):
+    """A visit gives an update of ones, whatever was asked."""
+
+    def build(self, factory, threads):
+        self.due = {"fingerprint": {"data": self.data, "model": ""}, "exchanges": ["train"]}
+
+    def give(self, task, state, timeout):
+        self.due = {"message": b"", "withheld": "", "note": "", "state": None}
+
+
+@pytest.fixture
+def hub(place, tmp_path, monkeypatch):
+    """A site whose one client has an update of 1024 ones."""
+    monkeypatch.setattr(site_module, "Worker", Draws)
+    monkeypatch.setattr(site_module, "decode_upload", lambda message: message)
+    monkeypatch.setattr(site_module, "flat_steps", lambda message: np.ones(1024) * 1e-3)
+    join = Site._join
+
+    def joins(site, *arguments):
+        answer = join(site, *arguments)
+        Draws.data = site._read_order(arguments[0])["data"]
+        return answer
+
+    monkeypatch.setattr(Site, "_join", joins)
+    hub = Hub(place, tmp_path)
+    yield hub
+    hub.site.close()
+
+
+def spent_by_w0(hub):
+    return round(Releases(hub.folder / "site-site-a").spent().get("w0", 0) * 4)
+
+
+def test_an_attempt_has_one_answer_whatever_was_killed(hub):
+    """The same request has the same bytes, also after a restart. Any other one under this attempt has none:
+    other members, another model. The next attempt has other noise; there is no third."""
+    first = hub.sum()
+    assert hub.sum() == first
+    assert hub.sum(without=["site-d"]) == "used"
+    other = encode(Download({}, {"model": 1}))
+    assert hub.sum(body=other) == "used"
+    assert spent_by_w0(hub) == 1
+    old = hub.own
+    hub.open()
+    assert hub.own.key != old.key
+    assert hub.own.identity == old.identity
+    assert hub.sum() == "used"
+    new, hub.own = hub.own, old
+    assert hub.sum() == first
+    hub.own = new
+    second = hub.sum(attempt=2, without=["site-d"])
+    assert isinstance(second, bytes)
+    assert spent_by_w0(hub) == 2
+    with pytest.raises(ValueError, match="attempt"):
+        hub.request(attempt=3)
+    hub.sum(number=2)
+    assert "there is no sum in 'train' in round 1" in hub.sum()
+
+
+def test_a_restored_disk_repeats_no_mask(hub):
+    """The state folder is put back to before the answer, and the site started from it: an old request is of
+    old keys, which this process has not. A new one has other masks, which the sites that had answered do not
+    take off: what is left is random."""
+    kept = hub.folder / "kept"
+    shutil.copytree(hub.site._state, kept)
+    first, old = hub.sum(), hub.own
+    hub.site.close()
+    shutil.rmtree(hub.site._state)
+    shutil.copytree(kept, hub.site._state)
+    hub.open()
+    new, hub.own = hub.own, old
+    assert "does not have this site with its own keys" in hub.sum()
+    hub.own = new
+    again = hub.sum()
+    assert isinstance(again, bytes)
+    words = [np.frombuffer(each, "<u4").astype(np.int64) for each in (first, again)]
+    assert abs(np.mean((words[0] - words[1]) % 2**32) / 2**32 - 0.5) < 5 / np.sqrt(12 * 1024)
+
+
+def test_what_the_hub_gets_from_all_is_the_noised_sum(hub):
+    """The others' masks, from their own processes, take site a's off: 1024 times 0.001/γ and noise of 2^k."""
+    _, session = hub.request()
+    words = [np.frombuffer(hub.sum(), "<u4")]
+    words += [other.mask(np.zeros(1024, np.uint32), session) for other in hub.others.values()]
+    grid = Grid.of(private(hub.place).privacy, 4, 4)
+    noise = sum_words(words) - np.trunc(np.ones(1024) * 1e-3 / grid.step)
+    assert noise.std() == pytest.approx(2**grid.bits, rel=5 / np.sqrt(2 * 1024))
+    assert abs(noise.mean()) < 5 * 2**grid.bits / np.sqrt(1024)
+
+
+def test_a_lying_hub_is_refused_by_name(hub):
+    """An invented site, too few sites, a changed header, a client of another site, a single upload."""
+    stranger = Participant(Identity(b"s" * 32), "wards", hub.run, "site-x")
+    known = dict(hub.others)
+    hub.others["site-x"] = stranger
+    assert "site 'site-x' has no fingerprint in [sites]" in hub.sum()
+    hub.others = {**known, "site-b": Participant(Identity(b"s" * 32), "wards", hub.run, "site-b")}
+    refused = hub.sum()
+    pinned = hub.site.config.sites["site-b"]
+    assert "site 'site-b' has another key" in refused
+    assert pinned in refused
+    assert fingerprint(Identity(b"s" * 32).public) in refused
+    hub.others = known
+    assert "a sum of 2 sites: 3 are the fewest" in hub.sum(without=["site-c", "site-d"])
+    assert "the client is not at this site" in hub.sum(clients=("w1",))
+    # Without a client, too, names of files are not the hub's choice, and lengths have a limit.
+    assert "there is no sum in '../../x'" in hub.sum(clients=(), exchange="../../x")
+    assert "longer than [limits] message_mb allows" in hub.sum(clients=(), size=2**40)
+    request, _ = hub.request()
+    fields = request.model_dump(exclude={"run", "federation", "format", "prefed"})
+    for changed in ({"round": 2}, {"size": 1023}, {"exchange": "score"}, {"session": "0" * 64}):
+        header, _ = hub.say(hub.body, **{**fields, **changed})
+        assert "changed on its way" in header["refused"] or "there is no sum" in header["refused"]
+    visit = {"kind": "visit", "client": "w0", "round": 1, "exchange": "train", "asked": 0, "receipt": None}
+    header, _ = hub.say(hub.body, **visit, order=fields["order"])
+    assert "no single upload leaves this site" in header["refused"]
+    assert spent_by_w0(hub) == 0
+
+
+def test_a_flipped_byte_of_a_request_is_refused_or_changes_nothing(hub):
+    """Every 97th byte of a request, one bit at a time: no words leave the site, unless they are those of the
+    request as it was."""
+    request, _ = hub.request()
+    whole = pack(hub.body, **request.model_dump())
+    answer = hub.site.answer(whole)
+    for place in range(0, len(whole), 97):
+        flipped = whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+        _, words = unpack(hub.site.answer(flipped))
+        assert not words or hub.site.answer(flipped) == answer
+
+
+def test_a_budget_ends_sums(place, tmp_path, hub):
+    """A limit below the ε of one release at z = 2 lets none pass."""
+    hub.open(epsilon=1.0)
+    assert "would reach epsilon" in hub.sum()
+    assert spent_by_w0(hub) == 0
+
+
+@pytest.mark.parametrize("full", ["claim", "ledger", "answer"])
+def test_nothing_leaves_that_is_not_on_disk(hub, monkeypatch, full):
+    """The disk is full for one of the three files: no words. The release is counted where it may have been
+    drawn, and a second attempt works."""
+    write = site_module.files.write
+    number = {"claim": 0, "ledger": 1, "answer": 2}[full]
+    seen = []
+
+    def fails(path, data, **options):
+        if path.parent.name == "answers" or path.name == "spent.json":
+            seen.append(path)
+            if len(seen) == number + 1:
+                raise OSError("No space left on device")
+        write(path, data, **options)
+
+    monkeypatch.setattr(site_module.files, "write", fails)
+    assert hub.sum() == "OSError: see the site's log"
+    monkeypatch.setattr(site_module.files, "write", write)
+    assert spent_by_w0(hub) == (1 if full == "answer" else 0)
+    assert isinstance(hub.sum(attempt=2, without=["site-d"]), bytes)
