@@ -23,6 +23,7 @@ COMMANDS = {
     "push": (["push", "none", "ann/none"], "prefed.runs.export.check_target"),
     "report": (["report", "none"], "prefed.runs.finished_run.read_run"),
     "export": (["export", "none"], "prefed.runs.finished_run.read_run"),
+    "forget": (["forget", "none", "--client", "ann"], "prefed.runs.forget.plan"),
     "generate": (["generate", "none", "--prompt", "x"], "prefed.runs.finished_run.read_run"),
     "privacy": (["privacy", "none.toml"], "prefed.networks.federation.experiment.load_federated"),
     "theory": (["theory", "none.toml"], "prefed.theory.statements"),

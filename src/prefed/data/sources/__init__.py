@@ -13,7 +13,7 @@ from typing import Any
 from prefed.data.config import Columns, DataConfig, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Record, prompt_texts
-from prefed.data.sources import files, huggingface
+from prefed.data.sources import files
 from prefed.data.sources.folders import data_files
 from prefed.data.sources.formats import FORMATS, Format, detect_format, get_format, pairs_format
 from prefed.data.sources.pairs import (
@@ -284,7 +284,11 @@ def _path(source: Source) -> Path:
 
 
 def _is_on_hub(source: Source) -> bool:
-    return not _path(source).exists() and huggingface.looks_like_hub_name(source.path)
+    if _path(source).exists():
+        return False
+    from prefed.data.sources.huggingface import looks_like_hub_name
+
+    return looks_like_hub_name(source.path)
 
 
 def format_setting(source: Source, columns: Columns | None = None, name: str = "auto") -> Format | None:
@@ -322,7 +326,9 @@ def read_rows(
     if path.exists():
         for item in data_files(path, source.split or role):
             yield from files.read_rows(item, source.encoding or encoding, errors)
-    elif huggingface.looks_like_hub_name(source.path):
+    elif _is_on_hub(source):
+        from prefed.data.sources import huggingface
+
         yield from huggingface.read_rows(
             source.path,
             subset=source.subset or (form.subset if form else None),
