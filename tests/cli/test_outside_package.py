@@ -152,7 +152,7 @@ def numbers(out):
     return {**{name: summary[name] for name in names}, "origin": code, "server": server.read_bytes()}
 
 
-@pytest.mark.parametrize("engine", ["workers", "ray"])
+@pytest.mark.parametrize("engine", [pytest.param("workers", marks=pytest.mark.rare), "ray"])
 def test_a_package_runs_resumes_and_is_exported(engine, place, whole, tmp_path):
     """Law: a run that was stopped and resumed equals the run of one process, bit for bit, whatever carries it
     out. A metric that is the preference accuracy under another name has its values."""

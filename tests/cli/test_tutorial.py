@@ -39,6 +39,7 @@ def masked(cell: Any) -> str:
     return re.sub(r"\d+", "0", re.sub(r"\s+", " ", text))
 
 
+@pytest.mark.rare
 def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel of its own, without a network. One model for all is better than the untouched one, and the
     clients' own are better still, but not above the oracle by more than two standard errors of 256 pairs. The

@@ -56,6 +56,7 @@ def test_a_collapse_is_warned_of_once_while_the_run_goes_on(place, tmp_path, met
         assert all(key in text for key in ("local_steps", "beta", "pool", "rounds"))
 
 
+@pytest.mark.rare
 def test_the_defaults_keep_opposed_tastes_apart(shared_data, shared_model, tmp_path):
     """Two personas, each with a client that wants the opposite of the same pairs. With one taste for all a
     selector is right on half of them, exactly. So it is with own z at the source's β of 0.1 and 30 steps.
