@@ -110,7 +110,7 @@ def opens(tmp_path, monkeypatch):
             return unpack(opened[-1].answer(pack(body, **{**common, **header})))[0]
 
         assert "clients" in say("join", experiment=text)
-        assert say("start", members=MEMBERS, unseen=[]) == {"fingerprint": {"model": "m"}}
+        assert say("start", members=MEMBERS, unseen=[]) == {"fingerprint": {"model": "m"}, "keys": None}
         say.site, say.got = opened[-1], got
         return say
 
