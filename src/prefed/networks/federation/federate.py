@@ -210,10 +210,10 @@ def _with_colluders(experiment: Experiment, sites: int) -> Experiment:
     colluders = privacy.colluding(sites)
     if privacy.sites is not None:
         raise ConfigError("[privacy] sites is for simulations: a federation has its own sites: remove it")
-    if sites < max(LEAST, colluders + 2):
+    if sites < (least := _fewest_sites(colluders)):
         raise ConfigError(
-            f"[privacy] kind = 'distributed' with colluders = {colluders} needs {max(LEAST, colluders + 2)} "
-            f"sites, and the run has {sites}: lower colluders, or add sites"
+            f"[privacy] kind = 'distributed' with colluders = {colluders} needs {least} sites, and the run "
+            f"has {sites}: lower colluders, or add sites"
         )
     return experiment.model_copy(update={"privacy": privacy.model_copy(update={"colluders": colluders})})
 
@@ -233,9 +233,10 @@ class _Rounds(ServerRounds):
         """Merge a secure sum. Without one after two attempts the round merges nothing."""
         job, backend = self.job, self.backend
         message = encode(exchange.send(server, job.members[0], now))
-        size = sum(layout.size for layout in shared_groups(job, exchange, now).values())
+        groups = shared_groups(job, exchange, now)
+        size = sum(layout.size for layout in groups.values())
         clients = backend.sites_of(asked.client for wave in waves for asked in wave)
-        least = max(LEAST, job.privacy.colluding(0) + 2)
+        least = _fewest_sites(job.privacy.colluding(0))
         sites, why, lost = list(clients), dict[str, str](), dict[str, str]()
         for number in ATTEMPTS:
             attempt = Attempt(number, exchange.name, sites, size, clients)
@@ -260,13 +261,17 @@ class _Rounds(ServerRounds):
         if total is None or grid is None:
             unused = [(c, lost.get(site, UNUSED)) for site in clients for c in clients[site]]
             return Aggregation(server, (), (), reason), unused
-        groups = shared_groups(job, exchange, now).items()
-        nothing = {name: Tensors.zeros(layout) for name, layout in groups}
+        nothing = {name: Tensors.zeros(layout) for name, layout in groups.items()}
         # What the hub may know of each upload: that it is in the sum.
         uploads = [Upload(c, 1.0, nothing, {}, now.number) for site in sites for c in clients[site]]
-        missing = [(c, lost.get(site, "its site is away")) for site in clients for c in clients[site]]
-        missing = [(c, reason) for c, reason in missing if c not in {upload.client for upload in uploads}]
+        away = [site for site in clients if site not in sites]
+        missing = [(c, lost.get(site, "its site is away")) for site in away for c in clients[site]]
         return merge_noised(job, server, uploads, exchange, now, grid.numbers(total)), missing
+
+
+def _fewest_sites(colluders: int) -> int:
+    """The fewest sites of a sum: two of them are honest, and no site can compute another's numbers."""
+    return max(LEAST, colluders + 2)
 
 
 def _named(reasons: Mapping[str, str]) -> str:

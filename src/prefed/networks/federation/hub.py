@@ -409,8 +409,8 @@ class FederationBackend(Backend):
                 for client, receipt in answer.receipts.items():
                     if client in requests[site].clients:
                         self._receipts.stage(client, receipt_state(site, receipt))
-        whole = not reasons
-        return sorted(again), sum_words([uploads[site] for site in sites]) if whole else None, reasons
+        total = None if reasons else sum_words([uploads[site] for site in sites])
+        return sorted(again), total, reasons
 
     def sites_of(self, clients: Iterable[str]) -> dict[str, dict[str, str | None]]:
         """Site → each of these clients that it has → the receipt of its private state."""
