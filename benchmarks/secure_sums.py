@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from federation_faults import write_experiment
 from wards import Federation, prefed, rounds_of
 
 from prefed.core import Key
@@ -23,29 +24,9 @@ from prefed.models.tiny import make_tiny
 
 SITES = {"north": 2, "south": 2, "east": 2, "west": 2}
 ROUNDS = 4
-EXPERIMENT = """
-seed = 42
-rounds = {rounds}
-[data]
-train = "train.jsonl"
-test = "test.jsonl"
-partition = {{ by = "column", column = "client" }}
-max_length = 128
-[model]
-name = "{model}"
-lora = {{ rank = 8, alpha = 16, dropout = 0.0 }}
-[method]
-name = "feddpo"
-lr = 3e-3
-local_steps = 4
-batch_size = 8
+SUMS = """
 [merge]
 weights = "uniform"
-[engine]
-threads = 1
-{privacy}
-"""
-PRIVACY = """
 [privacy]
 kind = "distributed"
 colluders = 1
@@ -68,10 +49,10 @@ def exchange_keys(federation: Federation) -> None:
         path.write_text(f"{path.read_text()}\n[sites]\n{others}")
 
 
-def measure(federation: Federation, name: str, privacy: str, lost: str | None = None) -> None:
+def measure(federation: Federation, name: str, more: str, lost: str | None = None) -> None:
     """Run over the sites and print a row for each round."""
-    file, out = federation.folder / f"{name}.toml", federation.folder / f"over-{name}"
-    file.write_text(EXPERIMENT.format(rounds=ROUNDS, model=federation.model, privacy=privacy))
+    file = write_experiment(federation, name, ROUNDS, "feddpo", more)
+    out = federation.folder / f"over-{name}"
     log = out.with_suffix(".log")
     started = time.monotonic()
     with log.open("ab") as stream:
@@ -105,8 +86,8 @@ def main() -> None:
     try:
         federation.start(*SITES)
         measure(federation, "plain", "")
-        measure(federation, "sums", PRIVACY)
-        measure(federation, "sums-without-west", PRIVACY, lost="west")
+        measure(federation, "sums", SUMS)
+        measure(federation, "sums-without-west", SUMS, lost="west")
     finally:
         federation.stop()
 
