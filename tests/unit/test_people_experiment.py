@@ -1,10 +1,13 @@
 """Pairs of real people: what is read from the corpus, reference points, what is personal, the table."""
 
+import gzip
 import hashlib
+import json
 import runpy
 from collections import Counter
 from xml.sax.saxutils import escape
 
+import numpy as np
 import pytest
 
 from experiment_scripts import EXPERIMENTS, rows, script
@@ -113,3 +116,111 @@ def runpy_people(name):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXPERIMENTS / "people"))
         return runpy.run_path(str(EXPERIMENTS / f"people/{name}.py"))
+
+
+def simulated(deviation, people=60, pairs=120, seed=3):
+    """Features of pairs and their people, whose slopes are 1, 0.5 and 0 plus ``deviation`` · N(0, 1)."""
+    rng = np.random.default_rng(seed)
+    slopes = [1.0, 0.5, 0.0] + rng.normal(size=(people, 3)) * deviation
+    x, owner = rng.normal(size=(people * pairs, 3)), np.repeat(np.arange(people), pairs)
+    chosen = rng.random(len(x)) < 1 / (1 + np.exp(-(x * slopes[owner]).sum(1)))
+    return np.where(chosen[:, None], x, -x), owner, slopes
+
+
+def test_the_mixed_model_finds_what_is_personal():
+    """With 60 people a deviation's standard error is about a tenth of it. The shares follow from the known
+    variances: 1.25 shared, 1 personal, π²/3 noise. Whoever has one slope for all has no personal share."""
+    module = runpy_people("reference")
+    x, owner, slopes = simulated(np.array([0.9, 0.4, 0.0]))
+    fit = module["mixed"](x, owner)
+    np.testing.assert_allclose(np.sqrt(fit.variances), slopes.std(0), atol=0.12)
+    np.testing.assert_allclose(fit.shared, slopes.mean(0), atol=0.12)
+    whole = 1.25 + 0.97 + np.pi**2 / 3
+    found = module["shares"](fit, x)
+    assert found["personal"] == pytest.approx(0.97 / whole, abs=0.05)
+    assert sum(found.values()) == pytest.approx(1)
+    # Deviations are nearer to the person's own than the shared slopes are, and nothing is shrunk beyond.
+    error = ((fit.shared + fit.deviations - slopes) ** 2).mean()
+    assert error < 0.5 * ((fit.shared - slopes) ** 2).mean()
+    alike, owner, _ = simulated(0.0)
+    assert module["shares"](module["mixed"](alike, owner), alike)["personal"] < 0.01
+    # Knowing everybody's slopes would order more pairs than the shared ones do.
+    own, common = (np.mean((x * each).sum(1) > 0) for each in (slopes[owner], slopes.mean(0)))
+    assert module["possible_gain"](fit, x) == pytest.approx(own - common, abs=0.02)
+
+
+def test_exchanged_people_keep_their_debates():
+    module = runpy_people("reference")
+    rows = [{"prompt": f"{k % 3}"} for k in range(90)]
+    people = np.arange(90) % 7
+    found = module["shuffled"](rows, people, np.random.default_rng(0))
+    assert (found != people).any()
+    for debate in range(3):
+        assert sorted(found[debate::3]) == sorted(people[debate::3])
+
+
+def test_reference_points_of_a_known_taste(tmp_path):
+    """Everybody prefers "good" to "evil"; half of them longer responses, half shorter ones.
+    Words order all pairs, length half of each two people's, and others agree or not as the file says."""
+    module = runpy_people("reference")
+    rng = np.random.default_rng(0)
+
+    def rows(count):
+        for person in range(4):
+            for _ in range(count):
+                short, long = "tiny", "tiny " * int(rng.integers(2, 9))
+                more, less = (long, short) if person % 2 else (short, long)
+                agree = [0.0, 0.25, 1.0, None][person]
+                texts = {"chosen": f"good {more}", "rejected": f"evil {less}"}
+                yield {"person": f"person-{person}", "prompt": "?", **texts, "others_agree": agree}
+
+    split = module["Split"](*(list(rows(count)) for count in (40, 20, 30)))
+    found = module["references"](split, None, 3, 3)
+    accuracy = found["accuracy"]
+    assert accuracy["the longer argument"]["all"] == {
+        f"person-{person}": float(person % 2) for person in range(4)
+    }
+    assert set(accuracy["bag of words, pooled"]["all"].values()) == {1.0}
+    assert accuracy["the longer argument"]["contested"] == {"person-1": 1.0}
+    assert accuracy["the others' votes on the pair"]["all"] == {
+        "person-0": 0.0,
+        "person-1": 0.0,
+        "person-2": 1.0,
+        "person-3": 0.5,
+    }
+    right = found["personal"]["accuracy"]
+    assert set(right["own"].values()) == {1.0}
+    assert set(right["another's"].values()) == {0.0}
+
+
+def test_the_table_compares_people(tmp_path):
+    """Of a made-up column: means over people and seeds, people paired with feddpo's, the rest of the pairs
+    from all and the contested."""
+    for column, method, seed, values in (
+        ("all", "feddpo", 1, (0.5, 0.7)),
+        ("all", "fedper", 1, (0.6, 0.9)),
+        ("all", "fedper", 2, (0.8, 0.9)),
+    ):
+        run = tmp_path / column / f"{method}-seed{seed}"
+        run.mkdir(parents=True)
+        accuracy = {"per_client": dict(zip("ab", values, strict=True))}
+        summary = {
+            **{"method": method, "split": "test", "preference_accuracy": accuracy},
+            **{"reward_accuracy": accuracy, "clients": {key: {"train": 8, "test": 10} for key in "ab"}},
+        }
+        (run / "summary.json").write_text(json.dumps(summary))
+        own = {"contested pairs": 5, "contested": 0.4, "another": 0.5}
+        (run / "people.json").write_text(json.dumps(dict.fromkeys("ab", own)))
+    test = tmp_path / "test.jsonl.gz"
+    test.write_bytes(gzip.compress(b""))
+    lines = script("people/table.py", tmp_path, "--test", test, "--out", tmp_path / "t.md").splitlines()
+    head, _, fedper, feddpo = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:6])
+    fedper, feddpo = (dict(zip(head, row, strict=True)) for row in (fedper, feddpo))
+    # People have 0.7 and 0.9, and with two values t is 12.706: 12.706 · 0.1 = 1.271; seeds 0.75 and 0.85.
+    assert fedper["accuracy"] == "0.800 ± 1.271"
+    assert fedper["over seeds"] == "0.800 ± 0.635"
+    assert fedper["less feddpo"] == "+0.200 ± 0.000"
+    assert fedper["own less another's"] == "+0.300 ± 1.271"
+    # (10 · 0.7 − 5 · 0.4) / 5 = 1 and (10 · 0.9 − 5 · 0.4) / 5 = 1.4, which only made-up runs have.
+    assert fedper["agreed"] == "1.200 ± 2.541"
+    assert (feddpo["worst tenth"], feddpo["seeds"], feddpo["over seeds"]) == ("0.500", "1", "–")
