@@ -39,6 +39,9 @@ def selectors(place):
     return Selectors(backbone, models, SelectorConfig(), max_length=64)
 
 
+voters = selectors
+
+
 @pytest.fixture
 def alignment(place, selectors, tmp_path):
     return make_alignment(place, selectors, tmp_path / "align")

@@ -1,4 +1,4 @@
-"""A policy that takes tastes, without a run: its generations, what they draw, and how they stop and go on."""
+"""Generations without a run, most with tastes: what they draw, and how they stop and go on."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from alignments import align_killed, content, make_alignment, rows
 from alignments import place as place
+from alignments import voters as voters
 from prefed.align import AlignError, KnownTastes, Selectors, align
 from prefed.align.policy import read_state
 from prefed.align.tastes import Generation, draw, dumps_tastes, load_tastes
@@ -148,7 +149,7 @@ def test_agreement_is_on_the_first_generations_held_out_pairs(place, selectors, 
     from prefed.align.training import agreement, label_trainer
 
     alignment, summary = whole
-    first = Generation(1)
+    first = Generation(1, tasting=True)
     held, drawn = held_out_prompts(alignment), first.tastes(alignment)
     own = [row for row in rows(alignment.folder, first.file("labels.jsonl")) if row["index"] in held]
     z = torch.stack([drawn[row["index"]] for row in own])
@@ -159,6 +160,48 @@ def test_agreement_is_on_the_first_generations_held_out_pairs(place, selectors, 
         got = summary["train"]["epochs"][number - 1]
         assert got["agreement"] == figures["agreement"]
         assert got["margin"] == pytest.approx(figures["margin"], abs=1e-5)
+
+
+def test_generations_without_tastes(place, voters, tmp_path, monkeypatch):
+    """The policy after the first generation completes the prompts that are not held out, all selectors label,
+    training continues, and an epoch of any generation may be kept. Killed in every twelfth write, the
+    alignment ends in the same bytes. No file is about tastes."""
+    plain = make_alignment(place, voters, tmp_path / "align")
+    config = plain.config.model_copy(update={"generations": 2, "lr": 0.03})
+    alignment, killed = (replace(plain, folder=tmp_path / name, config=config) for name in "ab")
+    summary = align(alignment)
+    folder, policy = alignment.folder, alignment.policy
+    after, moments, _ = read_state(folder / "generations/1/train.state", "train-1")
+    held = {row["index"] for row in rows(folder, "generations/1/completions.jsonl")} - {
+        row["index"] for row in rows(folder, "generations/2/completions.jsonl")
+    }
+    assert len(held) == summary["train"]["answered"] == 2
+    for number, tensors in ((1, policy.initial), (2, after)):
+        made = rows(folder, f"generations/{number}/completions.jsonl")
+        how, base = Sampling(max_tokens=6, temperature=1.0), alignment.key.at("generation", number)
+        for row in made:
+            own = alignment.template.prompt_ids(row["prompt"])
+            key = base.at("prompt", prompt_hash(row["prompt"])).at("sample", row["sample"])
+            ((tokens, _),) = complete_batch(policy, tensors, [own], how, [key])
+            assert policy.tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
+        texts = {(row["index"], row["sample"]): row["completion"] for row in made}
+        prompts = {row["index"]: row["prompt"] for row in made}
+        for row in rows(folder, f"generations/{number}/scores.jsonl"):
+            pair = Record(prompts[row["index"]], *(texts[row["index"], k] for k in row["samples"]))
+            assert row["scores"] == pytest.approx(voters.scores([pair])[1][:, 0].tolist(), abs=1e-5)
+    assert read_state(folder / "generations/2/train.state", "train-2")[1].steps > moments.steps > 0
+    epochs, kept = summary["train"]["epochs"], summary["train"]["kept"]
+    assert [(row["epoch"], row["generation"]) for row in epochs] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    path = folder / f"generations/{(kept + 1) // 2}/checkpoints/epoch-{2 - kept % 2}.safetensors"
+    tensors = load_file(path)
+    adapter = load_file(folder / "adapter/adapter_model.safetensors")
+    assert sorted(t.double().sum().item() for t in adapter.values()) == pytest.approx(
+        sorted(t.double().sum().item() for name, t in tensors.items() if name.startswith("lora/"))
+    )
+    assert align_killed(killed, monkeypatch, at=12, most=40) > 4
+    files = content(killed.folder)
+    assert files == content(folder)
+    assert not [name for name in files if "taste" in name or name == "policy.safetensors"]
 
 
 def test_killed_at_every_write(place, selectors, whole, tmp_path, monkeypatch):

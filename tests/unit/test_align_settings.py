@@ -42,19 +42,20 @@ def test_a_key_that_is_given_takes_the_place_of_another_one(tmp_path):
     with pytest.raises(ConfigError, match=r"tase: no such key"):
         settled({}, "tase=")
     with pytest.raises(
-        ConfigError, match=r"\[align\] of .*a\.json with --set align\.lr=0\.1: .*require tastes: set"
+        ConfigError,
+        match=r"\[align\] of .*a\.json with --set align\.lr=0\.1: .*requires several generations",
     ):
-        settled({"generations": 2}, "lr=0.1")
+        settled({"regenerate": 2}, "lr=0.1")
 
 
 def test_a_message_names_the_file_that_holds_the_key(tmp_path):
     """The last alignment's settings, else the run's own."""
     path = tmp_path / "run"
-    record = read_run(write_run(path, settings={"align": {"prompts": "x", "generations": 2}}))
+    record = read_run(write_run(path, settings={"align": {"prompts": "x", "regenerate": 2}}))
     with pytest.raises(ConfigError, match=r"\[align\] of .*run/config\.toml: "):
         read_settings(record)
     path.joinpath("align").mkdir()
-    path.joinpath("align/settings.json").write_text('{"prompts": {"path": "y"}, "generations": 2}')
+    path.joinpath("align/settings.json").write_text('{"prompts": {"path": "y"}, "regenerate": 2}')
     with pytest.raises(ConfigError, match=r"\[align\] of .*run/align/settings\.json: "):
         read_settings(record)
     assert read_settings(record, ["align.tastes=posteriors"]).prompts.path == "y"

@@ -1,7 +1,7 @@
 """Stage ``completions``: the initial policy generates several completions of each prompt.
 
-A policy that takes tastes has one such stage per generation: the current policy completes each prompt with
-the taste drawn for it. Held-out prompts are completed only in the first generation.
+There is one such stage per generation: the current policy completes each prompt, if it takes tastes with the
+one drawn for the prompt. Held-out prompts are completed only in the first generation.
 
 Completions come from :func:`~prefed.train.generation.complete_batch`, or from a server, whose numbers prefed
 does not control: with the same settings, it may give others.
@@ -71,10 +71,11 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     hashes = [prompt_hash(own.prompt) for own in prompts]
     left_out = held_out_prompts(alignment) if generation.before else frozenset[int]()
     numbers = [number for number in range(len(prompts)) if number not in left_out]
-    drawn, tensors = None, policy.reference
-    if generation.number is not None:
+    path = generation.path(alignment, FILE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn, tensors = None, policy_before(alignment, generation)
+    if generation.tasting:
         drawn = generation.draw_tastes(alignment, [(number, hashes[number]) for number in numbers])
-        tensors = policy_before(alignment, generation)
     ids = [alignment.template.prompt_ids(own.prompt) for own in prompts]
     # Training appends the end-of-text token to a completion.
     most = limit(alignment)
@@ -93,7 +94,6 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         )
     sequences = [ids[number] for number, _ in wanted]
     batches = length_batches(sequences, config.generate)
-    path = generation.path(alignment, FILE)
     done = whole_batches(path, map(len, batches))
     how = _sampling(config, most)
     name, key = generation.stage("completions"), generation.key(alignment)
@@ -220,12 +220,12 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
 
 def stage(generation: Generation) -> Stage:
     """Return the stage of a generation."""
-    several = generation.number is not None
+    tasting = generation.tasting
     return Stage(
         generation.stage("completions"),
-        ("prompts", "policy", *(("tastes", *generation.inputs) if several else ())),
+        ("prompts", "policy", *(("tastes",) if tasting else ()), *generation.inputs),
         _settings,
-        (*((generation.file(TASTES),) if several else ()), generation.file(FILE)),
+        (*((generation.file(TASTES),) if tasting else ()), generation.file(FILE)),
         partial(_work, generation=generation),
         () if generation.before else (LIMIT,),
     )

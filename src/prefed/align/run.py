@@ -1,9 +1,10 @@
 """Run all stages of an alignment, and write its summary.
 
-A policy that takes tastes is trained in generations (FedVPA-GP, arXiv:2605.30873, stage 2). In each of them,
-the current policy completes each prompt with a taste drawn for it, the frozen selector labels the completions
-with this taste, and the policy is trained on the labels. The best policy is selected by its answers to
-the held-out prompts of the first generation, at the tastes drawn there; training never uses these prompts.
+In each of several generations, the current policy completes each prompt, the frozen labeller labels the
+completions, and the policy is trained on the labels. A policy that takes tastes completes each prompt with
+one drawn for it, and the selector labels with this taste (FedVPA-GP, arXiv:2605.30873, stage 2). The best
+policy is selected by its answers to the held-out prompts of the first generation, at the tastes drawn there;
+training never uses these prompts.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from prefed.core import files
 POLICY = "policy.safetensors"
 
 
-def generation_stages(count: int) -> tuple[Stage, ...]:
+def generation_stages(count: int, tasting: bool) -> tuple[Stage, ...]:
     """Return the stages of ``count`` generations, and the one that selects the best policy."""
-    stages = [tastes.STAGE]
+    stages = [tastes.STAGE] if tasting else []
     for number in range(1, count + 1):
-        generation = Generation(number)
+        generation = Generation(number, tasting)
         stages += [completions.stage(generation), labels.stage(generation), training.stage(generation)]
     inputs = ("policy", *(stage.name for stage in stages))
-    outputs = (POLICY, training.ADAPTER, completions.FILE, labels.FILE)
+    outputs = (*((POLICY,) if tasting else ()), training.ADAPTER, completions.FILE, labels.FILE)
     return (*stages, Stage("train", inputs, lambda alignment: {"generations": count}, outputs, _keep_best))
 
 
@@ -55,7 +56,9 @@ def summarize(figures: Mapping[str, Figures]) -> dict[str, Figures]:
     single = {name: own for name, own in figures.items() if "-" not in name}
     for kind in ("completions", "labels", "train"):
         own = [figures[name] for name in figures if name.startswith(f"{kind}-")]
-        counts = {name: sum(each[name] for each in own) for name in own[0] if isinstance(own[0][name], int)}
+        counts = {
+            name: sum(each.get(name, 0) for each in own) for name in own[0] if isinstance(own[0][name], int)
+        }
         single[kind] = {**counts, "seconds": sum(each["seconds"] for each in own), **single.get(kind, {})}
     # The held-out pairs and prompts are the same ones in every generation.
     same = {name: figures["train-1"][name] for name in ("held_out", "answered")}
@@ -64,7 +67,10 @@ def summarize(figures: Mapping[str, Figures]) -> dict[str, Figures]:
 
 
 def _keep_best(alignment: Alignment) -> Figures:
-    """Select the best epoch, export it with the population's taste, and join the rows of all generations."""
+    """Select and export the best epoch, and join the rows of all generations.
+
+    A policy that takes tastes is exported with the population's.
+    """
     generations = [Generation(number) for number in range(1, count_of(alignment.config) + 1)]
     epochs: list[dict[str, Any]] = []
     checkpoints = []
@@ -77,8 +83,10 @@ def _keep_best(alignment: Alignment) -> Figures:
     best = training.kept_epoch(epochs, alignment.callback)
     backbone, folder = alignment.policy, alignment.folder
     tensors = policy.read_policy(backbone, checkpoints[best - 1])
-    policy.save_policy(tensors, folder / POLICY)
-    taste = tastes.load_tastes(folder).population
+    taste = None
+    if alignment.config.tastes is not None:
+        policy.save_policy(tensors, folder / POLICY)
+        taste = tastes.load_tastes(folder).population
     policy.save_over_start(backbone, tensors, folder / policy.FOLDER, folder / training.ADAPTER, taste=taste)
     for name in (completions.FILE, labels.FILE):
         rows = (
@@ -92,14 +100,15 @@ def _keep_best(alignment: Alignment) -> Figures:
 
 SETTINGS, SUMMARY = "settings.json", "summary.json"
 STAGES = (start.PROMPTS_STAGE, start.POLICY_STAGE, completions.STAGE, labels.STAGE, training.STAGE)
-"""The stages for a policy without tastes, in their order."""
+"""The stages of a single generation without tastes, in their order."""
 
 
 def stages_of(config: AlignConfig) -> tuple[Stage, ...]:
     """Return the stages in their order."""
-    if config.tastes is None:
+    tasting = config.tastes is not None
+    if not tasting and config.generations is None:
         return STAGES
-    return (start.PROMPTS_STAGE, start.POLICY_STAGE, *generation_stages(count_of(config)))
+    return (start.PROMPTS_STAGE, start.POLICY_STAGE, *generation_stages(count_of(config), tasting))
 
 
 def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
@@ -139,7 +148,7 @@ def _forget_others(folder: Path, stages: tuple[Stage, ...]) -> None:
     numbers = [int(path.name) for path in (folder / "generations").glob("*") if path.name.isdecimal()]
     names = {stage.name for stage in stages}
     wanted = {path for stage in stages for path in (*stage.outputs, *stage.parts)}
-    for stage in (*STAGES, *generation_stages(max(numbers, default=0))):
+    for stage in (*STAGES, *generation_stages(max(numbers, default=0), tasting=True)):
         left = tuple(path for path in (*stage.outputs, *stage.parts) if path not in wanted)
         if left or stage.name not in names:
             forget(folder, replace(stage, outputs=left, parts=()))

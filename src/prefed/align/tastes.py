@@ -1,13 +1,13 @@
 """Stage ``tastes``, and generations: their files, and the taste drawn for each prompt.
 
-Tastes are only drawn from what clients sent to the server. Without tastes there is a single generation.
+Tastes are only drawn from what clients sent to the server.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -140,10 +140,12 @@ class Generation:
     """Names of files and stages of a generation, and its key.
 
     Attributes:
-        number: from 1; ``None`` for the single generation of a policy without tastes.
+        number: from 1; ``None`` for a single generation without tastes.
+        tasting: whether a taste is drawn for each prompt.
     """
 
     number: int | None = None
+    tasting: bool = False
 
     def stage(self, name: str) -> str:
         """Return the name of a stage in this generation.
@@ -181,7 +183,12 @@ class Generation:
     @property
     def before(self) -> Generation | None:
         """The previous generation; ``None`` for the first one."""
-        return Generation(self.number - 1) if self.number and self.number > 1 else None
+        return replace(self, number=self.number - 1) if self.number and self.number > 1 else None
+
+    @property
+    def first(self) -> Generation:
+        """The first generation."""
+        return self if self.number is None else replace(self, number=1)
 
     def draw_tastes(
         self, alignment: Alignment, prompts: Iterable[tuple[int, int]]
@@ -200,14 +207,13 @@ class Generation:
             for number, name in prompts
         }
         path = self.path(alignment, TASTES)
-        path.parent.mkdir(parents=True, exist_ok=True)
         rows = ({"index": number, **own.origin, "z": own.z.tolist()} for number, own in drawn.items())
         files.write(path, dumps(rows), mode=0o600)
         return {number: own.z for number, own in drawn.items()}
 
     def tastes(self, alignment: Alignment) -> dict[int, torch.Tensor] | None:
         """Read number of a prompt → its taste; ``None`` for a policy without tastes."""
-        if self.number is None:
+        if not self.tasting:
             return None
         return {row["index"]: torch.tensor(row["z"]) for row in rows_in(self.path(alignment, TASTES))}
 
@@ -215,7 +221,7 @@ class Generation:
 def policy_before(alignment: Alignment, generation: Generation) -> Tensors:
     """Return the policy (full layout) at the start of a numbered generation."""
     if generation.before is None:
-        return alignment.policy.initial
+        return alignment.policy.initial if generation.tasting else alignment.policy.reference
     path = generation.before.path(alignment, STATE)
     tensors, _, _ = read_state(path, generation.before.stage("train"))
     return tensors

@@ -84,7 +84,7 @@ def _rows(
     alignment: Alignment, generation: Generation
 ) -> tuple[list[Mapping[str, Any]], torch.Tensor | None]:
     """Read the labels of a generation and the held-out ones of the first, and the taste of each pair."""
-    first = [] if generation.before is None else [Generation(1)]
+    first = [] if generation.before is None else [generation.first]
     held = held_out_prompts(alignment) if first else frozenset[int]()
     rows, tastes = list[Mapping[str, Any]](), list[torch.Tensor]()
     for source in (generation, *first):
@@ -158,7 +158,8 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     config = alignment.config
     rows, tastes = _rows(alignment, generation)
     trainer, prompts = label_trainer(alignment, rows, generation.stage("labels"), tastes)
-    held = held_out(alignment, prompts) if tastes is None else sorted(held_out_prompts(alignment))
+    single = generation.number is None
+    held = held_out(alignment, prompts) if single else sorted(held_out_prompts(alignment))
     out = np.isin(prompts, held)
     if out.all():
         raise AlignError(
@@ -181,13 +182,12 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         remedy=f"set align.lr below {lr:g}",
     )
     answered = np.unique(prompts[out]).tolist()
-    first = generation if generation.before is None else Generation(1)
-    z = at_prompts(first.tastes(alignment), answered)
+    z = at_prompts(generation.first.tastes(alignment), answered)
     held_out_answers = HeldOutAnswers(alignment, answered, limit(alignment), z) if answered else None
 
     def measure(epoch: int, tensors: Tensors) -> Mapping[str, Plain]:
         path = alignment.folder / checkpoint(generation, epoch)
-        if tastes is None:
+        if single:
             policy.save_over_start(alignment.policy, tensors, alignment.folder / policy.FOLDER, path)
         else:
             path.parent.mkdir(exist_ok=True)
@@ -210,7 +210,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         "answered": len(answered[:ANSWERED]),
         "lr": lr,
     }
-    if tastes is not None:
+    if not single:
         last = {name: history[-1][name] for name in ("loss", "agreement", "win_rate")}
         return {**counts, **last}
     best = kept_epoch(history, alignment.callback)

@@ -164,7 +164,8 @@ class AlignConfig(StrictModel):
     generations: int | None = Field(
         None,
         ge=1,
-        description="number of times that a policy with tastes completes the prompts; default: 3",
+        description="number of times that the policy completes the prompts and trains on the labels; "
+        "default: 1, with tastes 3",
     )
     regenerate: int | None = Field(
         None,
@@ -235,10 +236,12 @@ class AlignConfig(StrictModel):
         if self.tastes is not None and (self.judge_name is not None or self.taste is not None):
             given = f"labels = {self.labels!r}" if self.taste is None else f"taste = {self.taste!r}"
             raise ValueError(f"with tastes, the selector labels with the sampled taste: remove {given}")
-        if self.tastes is None and (self.generations or self.regenerate):
-            raise ValueError("generations and regenerate require tastes: set tastes, or remove them")
-        if self.endpoint is not None and self.tastes is not None:
-            raise ValueError("a policy with tastes generates its completions here: remove endpoint")
+        if self.regenerate is not None and self.tastes is None and self.generations is None:
+            raise ValueError("regenerate requires several generations: set generations, or remove it")
+        if self.endpoint is not None and (self.tastes is not None or self.generations is not None):
+            raise ValueError(
+                "a policy with tastes or generations generates its completions here: remove endpoint"
+            )
         if self.endpoint is not None and self.endpoint.load_adapter and self.sft is None:
             raise ValueError("without sft the initial policy has no adapter: remove endpoint.load_adapter")
         if self.model is not None and self.model.train == "full":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,12 +174,14 @@ def epochs_table(alignment: Outcome) -> Table:
     """Loss and agreement after each epoch or generation; the kept one is marked."""
     train = alignment.summary["train"]
     epochs, several = train["epochs"], "generation" in train["epochs"][0]
-    # Epochs are numbered across generations, which all have equally many.
-    each = len(epochs) // epochs[-1]["generation"] if several else len(epochs)
-    rows = []
+    rows, each = [], Counter(epoch.get("generation") for epoch in epochs)
+    first = {epoch.get("generation"): epoch["epoch"] for epoch in reversed(epochs)}
     for epoch in epochs:
-        place = epoch["epoch"] if not several else epoch["generation"]
-        within = f", epoch {(epoch['epoch'] - 1) % each + 1}" if several and each > 1 else ""
+        generation = epoch.get("generation")
+        # Epochs are numbered across generations.
+        number = epoch["epoch"] - first[generation] + 1
+        within = f", epoch {number}" if several and each[generation] > 1 else ""
+        place = generation if several else epoch["epoch"]
         kept = " (kept)" if epoch["epoch"] == train["kept"] else ""
         rows.append((f"{place}{within}{kept}", [cell(epoch["loss"], ".4f"), cell(epoch["agreement"])]))
     caption = "Agreement: share of held-out pairs on which the aligned model agrees with the selectors."
