@@ -76,14 +76,24 @@ def judged_run(path: Path, *verdicts: dict[str, Any], **changes: Any) -> Path:
     [(1, ["1", "2 (kept)"]), (2, ["1, epoch 1", "1, epoch 2 (kept)", "2, epoch 1", "2, epoch 2"])],
 )
 def test_the_rows_of_a_policy_with_tastes_are_generations(each: int, first: list[str]) -> None:
-    """Epochs are numbered over all generations in the file, and within their generation in the table."""
+    """Epochs are numbered over all generations in the file, and within their generation in the table. The
+    win rate and the health of text are of the epochs that answered held-out prompts; the first row is the
+    initial policy's."""
     epochs = [
         {"epoch": k + 1, "generation": k // each + 1, "loss": 0.5, "steps": 2, "agreement": 0.5}
         for k in range(2 * each)
     ]
+    base, own = {"ends": 0.25, "loops": 0.5}, {"ends": 1.0, "loops": 0.125}
+    epochs[1] |= {"win_rate": 0.75, "text": {"base": base, "shared": own}}
+    epochs[2:] = [epoch | {"win_rate": None} for epoch in epochs[2:]]
     table = epochs_table(Outcome({"train": {"epochs": epochs, "kept": 2}}, ()))
-    assert table.heads == ["generation", "loss", "agreement"]
-    assert [name for name, _ in table.rows] == first
+    assert table.heads == ["generation", "loss", "agreement", "win rate", "end", "loop"]
+    assert [name for name, _ in table.rows] == ["initial policy", *first]
+    assert [cells for _, cells in table.rows[:3]] == [
+        ["", "", "", "25%", "50%"],
+        ["0.5000", "0.500", "", "", ""],
+        ["0.5000", "0.500", "75.0%", "100%", "12%"],
+    ]
 
 
 def test_an_alignment_by_a_judge_has_its_words(tmp_path: Path) -> None:

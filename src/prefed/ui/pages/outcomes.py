@@ -171,11 +171,13 @@ def alignment_facts(alignment: Outcome) -> Facts:
 
 
 def epochs_table(alignment: Outcome) -> Table:
-    """Loss and agreement after each epoch or generation; the kept one is marked."""
+    """What was measured after each epoch, of one or several generations; the kept one is marked."""
     train = alignment.summary["train"]
     epochs, several = train["epochs"], "generation" in train["epochs"][0]
-    rows, each = [], Counter(epoch.get("generation") for epoch in epochs)
+    each, rows = Counter(epoch.get("generation") for epoch in epochs), list[tuple[str, list[str]]]()
     first = {epoch.get("generation"): epoch["epoch"] for epoch in reversed(epochs)}
+    if text := next((epoch["text"] for epoch in epochs if epoch.get("text")), None):
+        rows.append(("initial policy", ["", "", "", *_whole(text["base"])]))
     for epoch in epochs:
         generation = epoch.get("generation")
         # Epochs are numbered across generations.
@@ -183,11 +185,23 @@ def epochs_table(alignment: Outcome) -> Table:
         within = f", epoch {number}" if several and each[generation] > 1 else ""
         place = generation if several else epoch["epoch"]
         kept = " (kept)" if epoch["epoch"] == train["kept"] else ""
-        rows.append((f"{place}{within}{kept}", [cell(epoch["loss"], ".4f"), cell(epoch["agreement"])]))
-    caption = "Agreement: share of held-out pairs on which the aligned model agrees with the selectors."
+        rate, text = epoch.get("win_rate"), epoch.get("text")
+        cells = [cell(epoch["loss"], ".4f"), cell(epoch["agreement"]), cell(rate, ".1%")]
+        rows.append((f"{place}{within}{kept}", [*cells, *(_whole(text["shared"]) if text else ("", ""))]))
+    caption = (
+        "Agreement: share of held-out pairs on which the aligned model agrees with the labels. Win rate: "
+        "share of its answers to held-out prompts that the labeller prefers to the initial policy's. Neither "
+        "shows broken text: see how many answers end and loop, and read some."
+    )
     if several:
-        caption += " The held-out pairs are from the first generation."
-    return Table(caption, ["generation" if several else "epoch", "loss", "agreement"], rows)
+        caption += " Held-out prompts and pairs are from the first generation."
+    heads = ["generation" if several else "epoch", "loss", "agreement", "win rate", "end", "loop"]
+    return Table(caption, heads, rows)
+
+
+def _whole(text: Mapping[str, float]) -> tuple[str, str]:
+    """The shares of answers that end and that loop."""
+    return cell(text["ends"], ".0%"), cell(text["loops"], ".0%")
 
 
 def alignment_examples(alignment: Outcome) -> list[Examples]:
