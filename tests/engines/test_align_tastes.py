@@ -149,10 +149,8 @@ def test_the_taste_is_a_setting_of_the_labels(finished, place, monkeypatch):
         config(place, taste="infer:8")
     with pytest.raises(ValueError, match="taste: remove taste = 'w1'"):
         config(place, taste="w1", tastes="posteriors")
-    with pytest.raises(
-        ValueError, match="generations and regenerate require tastes: set tastes, or remove them"
-    ):
-        config(place, generations=2)
+    with pytest.raises(ValueError, match="regenerate requires several generations"):
+        config(place, regenerate=2)
     with pytest.raises(ValueError, match="taste requires selectors, but labels = 'judge:"):
         config(place, taste="w1", labels="judge:utility")
     with pytest.raises(ValueError, match="fedbis has no latent taste"):
