@@ -158,7 +158,7 @@ def test_a_server_that_loads_no_adapters_is_named(tmp_path, status):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tastes": "posteriors"}, "generates its completions here: remove endpoint"),
+        ({"tastes": "posteriors"}, "completions are generated here: remove endpoint"),
         ({"endpoint": {"load_adapter": True}}, "the initial policy has no adapter: remove endpoint.load"),
     ],
 )

@@ -164,8 +164,7 @@ class AlignConfig(StrictModel):
     generations: int | None = Field(
         None,
         ge=1,
-        description="number of times that the policy completes the prompts and trains on the labels; "
-        "default: 1, with tastes 3",
+        description="how often the policy completes the prompts and trains; default: 1, with tastes 3",
     )
     regenerate: int | None = Field(
         None,
@@ -239,9 +238,7 @@ class AlignConfig(StrictModel):
         if self.regenerate is not None and self.tastes is None and self.generations is None:
             raise ValueError("regenerate requires several generations: set generations, or remove it")
         if self.endpoint is not None and (self.tastes is not None or self.generations is not None):
-            raise ValueError(
-                "a policy with tastes or generations generates its completions here: remove endpoint"
-            )
+            raise ValueError("with tastes or generations, completions are generated here: remove endpoint")
         if self.endpoint is not None and self.endpoint.load_adapter and self.sft is None:
             raise ValueError("without sft the initial policy has no adapter: remove endpoint.load_adapter")
         if self.model is not None and self.model.train == "full":
