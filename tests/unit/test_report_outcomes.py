@@ -85,15 +85,12 @@ def test_the_rows_of_a_policy_with_tastes_are_generations(each: int, first: list
     ]
     base, own = {"ends": 0.25, "loops": 0.5}, {"ends": 1.0, "loops": 0.125}
     epochs[1] |= {"win_rate": 0.75, "text": {"base": base, "shared": own}}
-    epochs[2:] = [epoch | {"win_rate": None} for epoch in epochs[2:]]
     table = epochs_table(Outcome({"train": {"epochs": epochs, "kept": 2}}, ()))
     assert table.heads == ["generation", "loss", "agreement", "win rate", "end", "loop"]
     assert [name for name, _ in table.rows] == ["initial policy", *first]
-    assert [cells for _, cells in table.rows[:3]] == [
-        ["", "", "", "25%", "50%"],
-        ["0.5000", "0.500", "", "", ""],
-        ["0.5000", "0.500", "75.0%", "100%", "12%"],
-    ]
+    assert table.rows[0][1] == ["", "", "", "25%", "50%"]
+    assert table.rows[1][1] == ["0.5000", "0.500", "", "", ""]
+    assert table.rows[2][1] == ["0.5000", "0.500", "75.0%", "100%", "12%"]
 
 
 def test_an_alignment_by_a_judge_has_its_words(tmp_path: Path) -> None:
