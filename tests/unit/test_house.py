@@ -274,7 +274,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "tests/laws/": (1_850, ""),
     "tests/unit/": (
         22_260,
-        "reference points of real people, what is personal among them, and their table; win rate and health by epoch",
+        "what is personal among real people; win rate and health by epoch",
     ),
     # Words.
     "docs, README.md": (61_980, "docs/forgetting.md"),
