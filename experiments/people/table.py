@@ -6,13 +6,15 @@ RUNS is a folder of ``prefed sweep``, with a folder for each column. Accuracy is
 selector it is the share of pairs that the selector orders as the person did. Contested are test pairs on
 which 25% to 75% of the other judges agree with the person. "Another's" is the accuracy with the model of the
 next person in the list, which tells what is personal in a model from what it learnt at all. What is computed
-from a run's models is kept in its folder, as ``people.json``.
+from a run's models is kept in its folder, as ``people.json``. Of several rates, the table has the best one.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,75 +40,71 @@ def split_by_agreement(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...
     return {tuple(row[name].strip() for name in names): is_contested(row) for row in rows}
 
 
-def from_models(run: Path, contested: Mapping[tuple[str, ...], bool]) -> People:
-    """Person → accuracy on ``contested`` pairs and their number, and with the next person's model."""
+def only(scores: Any, where: Any) -> Any:
+    """The scores of some of the pairs."""
+    arrays = {field.name: getattr(scores, field.name) for field in dataclasses.fields(scores)}
+    return dataclasses.replace(
+        scores, **{name: value[where] for name, value in arrays.items() if isinstance(value, np.ndarray)}
+    )
+
+
+def from_models(run: Path, contested: Mapping[tuple[str, ...], bool], others: bool) -> People:
+    """Person → figures on its test pairs, with ``others`` also with the next person's model."""
     from prefed import load_run
     from prefed.engines.evaluation import pair_figures
 
     loaded, found = load_run(run, data=True), {}
+    data, scorer, personal = loaded.trainers.dataset, loaded.trainers.score, loaded.method.personal
     # Newcomers have no model of their own.
     clients = [name for name in loaded.clients if name not in loaded.job.unseen]
     for client, other in zip(clients, [*clients[1:], clients[0]], strict=True):
-
-        def accuracy(owner: str, rows: Any, client: str = client) -> float:
-            model = loaded.model(owner)
-            scorer = loaded.trainers.pair_trainer
-            scores = scorer.score(model, rows, loaded.trainers.examples(client, model))
-            return pair_figures(loaded.job, scores)["reward_accuracy"]
-
-        rows = loaded.trainers.dataset.clients[client].test
-        records = [loaded.trainers.dataset.tokens.record(int(row)) for row in rows]
-        known = np.array(
-            [
-                contested[client, str(each.prompt).strip(), each.chosen.strip(), each.rejected.strip()]
-                for each in records
-            ],
-            bool,
-        )
-        own = found[client] = {"contested pairs": float(known.sum())}
-        if known.any():
-            own["contested"] = accuracy(client, rows[known])
-        if loaded.method.personal or loaded.method.infer is not None:
-            own["another"] = accuracy(other, rows)
+        records = [data.tokens.record(int(row)) for row in data.clients[client].test]
+        texts = [(str(each.prompt), each.chosen, each.rejected) for each in records]
+        where = np.array([contested[client, *map(str.strip, each)] for each in texts], bool)
+        scores = scorer(client, loaded.model(client), "test")
+        figures = pair_figures(loaded.job, scores)
+        own = found[client] = {
+            **{"test": float(len(where)), "train": float(len(data.clients[client].train))},
+            **{"accuracy": figures["reward_accuracy"], "preference": figures["preference_accuracy"]},
+        }
+        for name, part in (("contested", where), ("agreed", ~where)):
+            if part.any():
+                own[name] = pair_figures(loaded.job, only(scores, part))["reward_accuracy"]
+        if others and (personal or loaded.method.infer is not None):
+            anothers = pair_figures(loaded.job, scorer(client, loaded.model(other), "test"))
+            own["another"] = anothers["reward_accuracy"]
     return found
 
 
-def people_of(run: Path, contested: Mapping[tuple[str, ...], bool]) -> People:
-    """Person → the figures of a finished run."""
-    kept = run / "people.json"
-    if not kept.exists():
-        files.write(kept, json.dumps(from_models(run, contested)).encode())
-    summary, found = (
-        json.loads((run / "summary.json").read_text("utf-8")),
-        json.loads(kept.read_text("utf-8")),
-    )
-    for person, own in found.items():
-        own["test"] = summary["clients"][person]["test"]
-        own["train"] = summary["clients"][person]["train"]
-        own["accuracy"] = summary["reward_accuracy"]["per_client"][person]
-        own["preference"] = summary["preference_accuracy"]["per_client"][person]
-        rest = own["test"] - own["contested pairs"]
-        if rest:
-            right = own["accuracy"] * own["test"] - own.get("contested", 0.0) * own["contested pairs"]
-            own["agreed"] = right / rest
-    return found
-
-
-def collect(folder: Path, contested: Mapping[tuple[str, ...], bool]) -> dict[str, dict[str, list[People]]]:
-    """Column → method → its seeds, of runs with a summary that evaluates test pairs."""
-    cells: dict[str, dict[str, list[People]]] = defaultdict(lambda: defaultdict(list))
+def collect(
+    folder: Path, contested: Mapping[tuple[str, ...], bool], others: int | None
+) -> dict[str, dict[str, list[People]]]:
+    """Column → method → its seeds at the rate that is best on validation pairs with the first seed."""
+    runs: dict[tuple[str, str], dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("*/*-seed*/summary.json")):
-        if json.loads(path.read_text("utf-8")).get("split", "test") != "test":
-            continue
-        method = json.loads(path.read_text("utf-8"))["method"]
-        cells[path.parents[1].name][method].append(people_of(path.parent, contested))
+        if found := re.fullmatch(r"(.+?)(?:-lr(.+))?-seed\d+", path.parent.name):
+            runs[path.parents[1].name, found[1]][found[2]].append(path.parent)
+    cells: dict[str, dict[str, list[People]]] = defaultdict(dict)
+    for (column, method), rates in runs.items():
+
+        def validated(rate: str, rates: Mapping[str, list[Path]] = rates) -> float:
+            summary = json.loads((rates[rate][0] / "summary.json").read_text("utf-8"))
+            return float(summary["reward_accuracy"]["mean"])
+
+        cells[column][method] = seeds = []
+        for place, run in enumerate(rates[max(rates, key=validated)]):
+            kept = run / "people.json"
+            if not kept.exists():
+                own = from_models(run, contested, others is None or place < others)
+                files.write(kept, json.dumps(own).encode())
+            seeds.append(json.loads(kept.read_text("utf-8")))
     return cells
 
 
 def over_seeds(seeds: Sequence[People], name: str) -> dict[str, float]:
-    """Person → mean over seeds; people without the figure are left out."""
-    people = [person for person in seeds[0] if all(name in seed.get(person, {}) for seed in seeds)]
-    return {person: float(np.mean([seed[person][name] for seed in seeds])) for person in people}
+    """Person → mean over the seeds that have the figure; people without it are left out."""
+    values = {person: [seed[person][name] for seed in seeds if name in seed[person]] for person in seeds[0]}
+    return {person: float(np.mean(own)) for person, own in values.items() if own}
 
 
 def row_of(method: str, seeds: Sequence[People], baseline: Sequence[People] | None) -> list[str]:
@@ -124,6 +122,9 @@ def row_of(method: str, seeds: Sequence[People], baseline: Sequence[People] | No
     chance = np.sqrt(np.mean([own[name] * (1 - own[name]) / tested[name] for name in own]))
     common = over_seeds(baseline, "accuracy") if baseline and method != "feddpo" else {}
     another = over_seeds(seeds, "another")
+    alike = over_seeds(
+        [seed for seed in seeds if any("another" in one for one in seed.values())] or seeds, "accuracy"
+    )
     each_seed = [float(np.mean([one["accuracy"] for one in seed.values()])) for seed in seeds]
     return [
         f"`{method}`",
@@ -137,7 +138,7 @@ def row_of(method: str, seeds: Sequence[People], baseline: Sequence[People] | No
         shown([*over_seeds(seeds, "contested").values()]),
         shown([*over_seeds(seeds, "agreed").values()]),
         shown([own[name] - common[name] for name in own if name in common], "+"),
-        shown([own[name] - another[name] for name in another], "+"),
+        shown([alike[name] - another[name] for name in another], "+"),
         shown([*over_seeds(seeds, "preference").values()]),
     ]
 
@@ -164,10 +165,13 @@ def main() -> None:
     parser.add_argument("runs", type=Path, metavar="RUNS", help="a folder of prefed sweep, e.g. OUT/brief")
     parser.add_argument("--test", type=Path, default=HERE / "people.test.jsonl.gz")
     parser.add_argument("--out", type=Path, help="left out: RUNS/table.md")
+    parser.add_argument(
+        "--others", type=int, help="seeds that are judged with another's model, too; left out: all"
+    )
     args = parser.parse_args()
-    cells = collect(args.runs, split_by_agreement(read(args.test)))
+    cells = collect(args.runs, split_by_agreement(read(args.test)), args.others)
     if not cells:
-        parser.error(f"{args.runs}: no finished run with test pairs")
+        parser.error(f"{args.runs}: no finished run")
     text = table(cells)
     files.write(args.out or args.runs / "table.md", text.encode())
     print(text)

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 
 from experiment_scripts import EXPERIMENTS, rows, script
+from finished import small_experiment, small_place
+from prefed import Experiment, run
+from prefed.runs.evaluate import evaluate_file
+from prefed.runs.loaded_run import load_run
 
 WORKERS = ("AFIRST", "ASECOND", "ATHIRD", "AFOURTH")
 """All have 100 judgements but the last, who found 21 pairs equal and so has 79."""
@@ -194,23 +198,22 @@ def test_reference_points_of_a_known_taste(tmp_path):
 
 
 def test_the_table_compares_people(tmp_path):
-    """Of a made-up column: means over people and seeds, people paired with feddpo's, the rest of the pairs
-    from all and the contested."""
-    for column, method, seed, values in (
-        ("all", "feddpo", 1, (0.5, 0.7)),
-        ("all", "fedper", 1, (0.6, 0.9)),
-        ("all", "fedper", 2, (0.8, 0.9)),
+    """Of a made-up column: the rate that is best on validation pairs with the first seed, means over people
+    and seeds, people paired with feddpo's."""
+    for name, validated, values in (
+        ("feddpo-seed1", 0.5, (0.5, 0.7)),
+        ("fedper-lr0.1-seed1", 0.6, (0.1, 0.1)),
+        ("fedper-lr0.01-seed1", 0.7, (0.6, 0.9)),
+        ("fedper-lr0.01-seed2", 0.4, (0.8, 0.9)),
     ):
-        run = tmp_path / column / f"{method}-seed{seed}"
+        run = tmp_path / "all" / name
         run.mkdir(parents=True)
-        accuracy = {"per_client": dict(zip("ab", values, strict=True))}
-        summary = {
-            **{"method": method, "split": "test", "preference_accuracy": accuracy},
-            **{"reward_accuracy": accuracy, "clients": {key: {"train": 8, "test": 10} for key in "ab"}},
-        }
-        (run / "summary.json").write_text(json.dumps(summary))
-        own = {"contested pairs": 5, "contested": 0.4, "another": 0.5}
-        (run / "people.json").write_text(json.dumps(dict.fromkeys("ab", own)))
+        (run / "summary.json").write_text(json.dumps({"reward_accuracy": {"mean": validated}}))
+        own = {"test": 10, "train": 8, "preference": 0.3, "contested": 0.4, "agreed": 0.8}
+        people = {key: {**own, "accuracy": value} for key, value in zip("ab", values, strict=True)}
+        if name.endswith("1"):
+            people = {key: {**value, "another": 0.5} for key, value in people.items()}
+        (run / "people.json").write_text(json.dumps(people))
     test = tmp_path / "test.jsonl.gz"
     test.write_bytes(gzip.compress(b""))
     lines = script("people/table.py", tmp_path, "--test", test, "--out", tmp_path / "t.md").splitlines()
@@ -220,7 +223,36 @@ def test_the_table_compares_people(tmp_path):
     assert fedper["accuracy"] == "0.800 ± 1.271"
     assert fedper["over seeds"] == "0.800 ± 0.635"
     assert fedper["less feddpo"] == "+0.200 ± 0.000"
-    assert fedper["own less another's"] == "+0.300 ± 1.271"
-    # (10 · 0.7 − 5 · 0.4) / 5 = 1 and (10 · 0.9 − 5 · 0.4) / 5 = 1.4, which only made-up runs have.
-    assert fedper["agreed"] == "1.200 ± 2.541"
+    # Only the first seed has another's: 0.6 and 0.9 less 0.5.
+    assert fedper["own less another's"] == "+0.250 ± 1.906"
+    assert (fedper["contested"], fedper["agreed"]) == ("0.400 ± 0.000", "0.800 ± 0.000")
     assert (feddpo["worst tenth"], feddpo["seeds"], feddpo["over seeds"]) == ("0.500", "1", "–")
+
+
+def test_people_of_a_real_run(tmp_path):
+    """Two people of opposite tastes, alone. Accuracies are the run's, those of contested and agreed pairs
+    make them up, and another's is that of the other model on the same pairs."""
+    module, place = runpy_people("table"), small_place(tmp_path)
+    tree = small_experiment(place)
+    tree["method"] |= {"name": "local", "lr": 0.03}
+    run(Experiment.model_validate(tree), tmp_path / "run")
+    judged = {
+        tuple(row[name].strip() for name in ("worker", "prompt", "chosen", "rejected")): k % 4 == 0
+        for k, row in enumerate(rows(place / "test.jsonl"))
+    }
+    found = module["from_models"](tmp_path / "run", judged, True)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    for person, own in found.items():
+        assert own["accuracy"] == summary["reward_accuracy"]["per_client"][person]
+        assert own["preference"] == summary["preference_accuracy"]["per_client"][person]
+        assert (own["train"], own["test"]) == (8, 4)
+    # Of a person's four pairs, every second is contested of the first person and none of the second.
+    assert found["left"]["accuracy"] == (found["left"]["contested"] + found["left"]["agreed"]) / 2
+    assert "contested" not in found["right"]
+    assert found["right"]["agreed"] == found["right"]["accuracy"]
+    # Right's model on left's pairs, read from a file of their own.
+    own = [row for row in rows(place / "test.jsonl") if row["worker"] == "left"]
+    (tmp_path / "left.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in own))
+    loaded = load_run(tmp_path / "run", data=True)
+    judged = evaluate_file(loaded, str(tmp_path / "left.jsonl"), ["right"], everyone=True)
+    assert found["left"]["another"] == judged.figures["reward_accuracy"]["mean"] < found["left"]["accuracy"]
