@@ -6,7 +6,7 @@ For a policy that takes tastes, they use the taste drawn for the prompt.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -137,15 +137,25 @@ def won(
 def clearest(labels: Sequence[LabelRow]) -> list[LabelRow]:
     """Return for each prompt the label with the largest margin, unless it is in the lowest quarter of all.
 
-    The quarter is the scorer's own scale: log-odds of selectors and scores of judges have no common one.
+    Of equal margins, as those of judges are, the pair counts whose completions are the furthest apart in wins
+    less defeats. The quarter is the scorer's own scale: log-odds of selectors and scores of judges have no
+    common one.
 
-    >>> pairs = ((0, 1), (0, 4), (1, 0), (2, 3))
-    >>> [row["margin"] for row in clearest([{"index": prompt, "margin": m} for prompt, m in pairs])]
-    [4, 3]
+    >>> pairs = ((0, "ab", 1), (0, "ac", 4), (1, "ab", 2), (1, "bc", 2), (1, "ac", 2), (2, "ab", 0))
+    >>> labels = [{"index": k, "chosen": c, "rejected": r, "margin": m} for k, (c, r), m in pairs]
+    >>> [(row["chosen"], row["rejected"], row["margin"]) for row in clearest(labels)]
+    [('a', 'c', 4), ('a', 'c', 2)]
     """
-    best = dict[int, LabelRow]()
+    wins, best = Counter[tuple[int, str]](), dict[int, LabelRow]()
     for row in labels:
-        if row["index"] not in best or row["margin"] > best[row["index"]]["margin"]:
+        wins[row["index"], row["chosen"]] += 1
+        wins[row["index"], row["rejected"]] -= 1
+
+    def clarity(row: LabelRow) -> tuple[float, int]:
+        return row["margin"], wins[row["index"], row["chosen"]] - wins[row["index"], row["rejected"]]
+
+    for row in labels:
+        if row["index"] not in best or clarity(row) > clarity(best[row["index"]]):
             best[row["index"]] = row
     least = float(np.quantile([row["margin"] for row in labels], NEAR_TIES)) if labels else 0.0
     return [row for row in best.values() if row["margin"] >= least]

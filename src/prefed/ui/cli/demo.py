@@ -43,7 +43,7 @@ name = {model}                          # or any causal language model: a folder
 
 [method]
 name = "{method}"                         # or another method: feddpo, fedper, local, …
-{objective}{training}
+{objective}{own}{training}
 
 [evaluate]
 every = {every}
@@ -61,6 +61,7 @@ TINY = {
     'metadata = ["utility_chosen", "utility_rejected"]   # for `prefed judge --judge utility`',
     "model": '"model"',
     "training": "lr = 3e-3",
+    "own": "",
     "report": "",
 }
 CHAT = {
@@ -69,6 +70,7 @@ CHAT = {
     "every": 0,
     "data": "max_length = 512",
     "training": "lr = 3e-3\nlocal_steps = 5\nbatch_size = 4",
+    "own": "first_weight_steps = 5\n",  # of 20: enough to tell the answers apart
 }
 OBJECTIVE = 'objective = "rpo"                       # also imitates the chosen responses: text stays whole\n'
 
@@ -80,7 +82,7 @@ class _Story:
     Attributes:
         tastes: client → what it likes.
         pairs: training pairs of a client.
-        settings: the experiment's.
+        settings: the experiment's; ``own`` are those that only its default method has.
         more: further columns of the result.
     """
 
@@ -155,12 +157,10 @@ def demo(
     workers = min(2, os.cpu_count() or 1)
     if not file.exists():
         objective = OBJECTIVE if "objective" in kind.Settings.model_fields else ""
-        text = EXPERIMENT.format(
-            file=quote(str(file)),
-            objective=objective,
-            workers=workers,
-            **(story.settings | {"method": method}),
-        )
+        settings = story.settings | {"method": method}
+        if method != story.settings["method"]:
+            settings["own"] = ""
+        text = EXPERIMENT.format(file=quote(str(file)), objective=objective, workers=workers, **settings)
         files.write(file, text.encode())
     path = _free_path(out / f"run-{method}")
     result = run(Experiment.load(file, []), path, callbacks=terminal(console))
