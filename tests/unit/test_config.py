@@ -301,7 +301,7 @@ def test_a_chat_model_gets_the_recipe_that_keeps_text_whole(name, tmp_path):
         for text in texts:
             made = Experiment.parse(text)
             if "objective" in kind.Settings.model_fields:
-                assert (made.method.settings.objective, made.rounds) == ("rpo", 2)
+                assert (made.method.settings.objective, made.rounds) == ("rpo", 4)
                 assert made.method.settings.goal().settings == {"beta": 0.1, "alpha": 1.0}
             else:
                 assert first.rounds is None

@@ -58,8 +58,8 @@ name = {method}
 COLUMNS = ("prompt", "chosen", "rejected", "client")
 PAIRS = 100
 """Pairs per client in the example."""
-CHAT_ROUNDS = 2
-"""Rounds for a chat model: ten steps on 40 pairs. After five, SmolLM2 can loop (experiments/smollm2)."""
+CHAT_ROUNDS = 4
+"""Rounds for a chat model: twenty steps on 40 pairs. After ten, SmolLM2 can loop (experiments/smollm2)."""
 OPTIONAL: dict[str, type[BaseModel]] = {
     "fleet": FleetConfig,
     "graph": GraphConfig,
