@@ -159,7 +159,7 @@ MUTANTS = tuple(
             "unit/test_merge_lora.py",
         ),
         (
-            "merge/fairness.py",
+            "merge/rules.py",
             "max(upload.scalars[LOSS], 0.0)",
             "upload.scalars[LOSS]",
             "golden/test_fair_weights.py",

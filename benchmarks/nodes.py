@@ -31,7 +31,7 @@ import torch
 torch.set_num_threads(1)
 from prefed import Experiment, run
 from prefed.engines import base_rounds, neighbours, server_rounds
-from prefed.engines.diagnostics import DIAGNOSE
+from prefed.engines.config import DIAGNOSE
 
 spent = Counter()
 

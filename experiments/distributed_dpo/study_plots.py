@@ -28,8 +28,8 @@ from matplotlib.figure import Figure
 from prefed.config import Experiment
 from prefed.core import Key
 from prefed.core.strict_settings import flatten
-from prefed.engines.simulated_fleet import FleetConfig
-from prefed.merge.graphs import GraphConfig
+from prefed.engines.config import FleetConfig
+from prefed.merge.config import GraphConfig
 from prefed.merge.mixing import ConsensusFactors, Topology, consensus_factors
 from prefed.runs.finished_run import RunRecord
 from prefed.runs.seed_groups import Case, cases, find_runs

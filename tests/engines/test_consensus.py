@@ -16,7 +16,7 @@ from prefed.core.wire import encode
 from prefed.engines import Job, NeighbourRounds
 from prefed.engines.config import EvaluateConfig
 from prefed.merge import Aggregator, MergeConfig
-from prefed.merge.graphs import GraphConfig
+from prefed.merge.config import GraphConfig
 from prefed.merge.mixing import consensus_factors
 from prefed.methods import METHODS
 from prefed.store import RunWriter

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 import toy
 from prefed.core import Owner, State, Tensors
 from prefed.engines import Job
-from prefed.engines.config import CohortConfig
-from prefed.engines.simulated_fleet import FleetConfig, FleetError, ScheduledRound, Visit
+from prefed.engines.cohorts import ScheduledRound, Visit
+from prefed.engines.config import CohortConfig, FleetConfig
+from prefed.engines.simulated_fleet import FleetError
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.store import RunReader

@@ -15,7 +15,7 @@ from prefed.engines import Job, NeighbourRounds, ServerRounds
 from prefed.engines.config import CohortConfig
 from prefed.engines.tasks import Task, run_task
 from prefed.merge import Aggregator, MergeConfig
-from prefed.merge.graphs import GraphConfig
+from prefed.merge.config import GraphConfig
 from prefed.methods import METHODS, to_neighbours
 from prefed.store import RunReader, RunWriter
 from prefed.testing import QuadraticTrainer

@@ -12,7 +12,7 @@ import toy
 from prefed.core import Key
 from prefed.core.wire import encode
 from prefed.engines import InProcess, base_rounds, privacy
-from prefed.engines.job import draw_cohort
+from prefed.engines.cohorts import draw_cohort
 from prefed.networks.peers.run import of_peer
 from prefed.store import RunReader, RunWriter, StoreError
 from prefed.store.commit import RoundStarts

@@ -11,7 +11,7 @@ from prefed.config import ConfigError, Experiment
 from prefed.core.wire import encode
 from prefed.engines import BackendSettings, JobFactory, NeighbourRounds, WorkerProcesses
 from prefed.engines.stopping import StopConfig
-from prefed.merge.graphs import GraphConfig
+from prefed.merge.config import GraphConfig
 from prefed.methods import METHODS
 from prefed.runs.start_or_resume import settings_digest
 from prefed.store import RunReader, RunWriter

@@ -8,7 +8,7 @@ import torch
 
 from prefed.core import Entry, Key, Layout, Privacy, Round, Tensors, Upload
 from prefed.merge import Aggregator, MergeConfig
-from prefed.merge.fairness import afl
+from prefed.merge.rules import afl
 from prefed.methods import METHODS
 from prefed.testing import Quadratic, Run, simulate
 

@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from prefed.core import Key
-from prefed.engines.simulated_fleet import FleetConfig, schedule
+from prefed.engines.config import FleetConfig
+from prefed.engines.simulated_fleet import schedule
 
 ROUNDS = 12
 

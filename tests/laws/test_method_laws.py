@@ -9,7 +9,7 @@ from pydantic import Field
 from tests.laws.test_messages import REFUSED
 
 from prefed.core import Method
-from prefed.engines.diagnostics import DIAGNOSE
+from prefed.engines.config import DIAGNOSE
 from prefed.merge import MergeConfig, ServerOptimizer
 from prefed.methods import METHODS, feddpo
 from prefed.networks.federation.config import EXCHANGES

@@ -11,7 +11,8 @@ from hypothesis import given
 
 from prefed.core import Key
 from prefed.merge import mixing
-from prefed.merge.graphs import Graph, GraphConfig, draw_matching
+from prefed.merge.config import GraphConfig
+from prefed.merge.graphs import Graph, draw_matching
 from prefed.merge.mixing import Topology, fail_edges, mixing_matrix, rho, rho_of_sequence
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.experiment_table import load_table
 from prefed.core import Key, Privacy
-from prefed.engines.job import draw_cohort
+from prefed.engines.cohorts import draw_cohort
 from prefed.privacy import Guarantee, guarantee_of
 from prefed.privacy.accountant import AccountantError
 from prefed.runs.privacy import plan

@@ -11,7 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from prefed.core import Key
-from prefed.engines.simulated_fleet import FleetConfig, FleetError, fleet_clients, schedule
+from prefed.engines.config import FleetConfig
+from prefed.engines.simulated_fleet import FleetError, fleet_clients, schedule
 
 KEY = Key(42)
 

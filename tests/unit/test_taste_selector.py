@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from prefed.core import Entry, Key, Layout, Tensors
+from prefed.core.random_keys import orthogonal_rows
 from prefed.models.config import VariationalSettings
-from prefed.models.random_init import orthogonal_rows
 from prefed.models.tastes import CAP, PROTOTYPES, VARIATIONAL, VariationalSelector, trainable_share
 from prefed.train.losses.tastes import Gaussian, orthogonality, prototype_pull, standard_kl
 

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from scipy.io import mmwrite
 
 from prefed.core import Key
-from prefed.merge.graphs import Graph, GraphConfig, draw_graph, draw_matching, read_edges
+from prefed.merge.config import GraphConfig
+from prefed.merge.graphs import Graph, draw_graph, draw_matching, read_edges
 from prefed.merge.mixing import (
     Topology,
     check_mixing,

@@ -34,8 +34,8 @@ from prefed.core.wire import decode_state, encode
 from prefed.models import Backbone, ModelConfig, load_causal, load_tokenizer, make_backbone, save_adapter
 from prefed.models.adapters import atomic_folder
 from prefed.models.backbone import model_digest
+from prefed.models.config import TASTE_MAP
 from prefed.models.pretrained import check_finite
-from prefed.models.tastes import TASTE_MAP
 from prefed.train import PairTrainer
 from prefed.train.pair_cache import Rows
 

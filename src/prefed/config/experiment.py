@@ -33,12 +33,10 @@ from prefed.core import Privacy
 from prefed.core.plugins import Code
 from prefed.core.strict_settings import StrictModel
 from prefed.data import DataConfig, SelectorConfig
-from prefed.engines.config import CohortConfig, EvaluateConfig
-from prefed.engines.simulated_fleet import FleetConfig
+from prefed.engines.config import CohortConfig, EvaluateConfig, FleetConfig
 from prefed.engines.stopping import StopConfig
 from prefed.merge import MergeConfig, lora
-from prefed.merge.config import PRODUCT_RULES
-from prefed.merge.graphs import GraphConfig
+from prefed.merge.config import PRODUCT_RULES, GraphConfig
 from prefed.merge.lora import LORA
 from prefed.methods import METHODS
 from prefed.methods.base import VALUE

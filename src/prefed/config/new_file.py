@@ -20,8 +20,8 @@ from prefed.config.file import override
 from prefed.data.errors import ErrorCollector
 from prefed.data.sources.files import read_rows
 from prefed.data.sources.folders import data_files
-from prefed.engines.simulated_fleet import FleetConfig
-from prefed.merge.graphs import GraphConfig
+from prefed.engines.config import FleetConfig
+from prefed.merge.config import GraphConfig
 from prefed.methods import METHODS, MethodKind
 from prefed.models.config import first_rate
 

@@ -5,16 +5,10 @@ from typing import TYPE_CHECKING
 from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
-    from prefed.engines.backend import Backend, BackendSettings, JobFactory
-    from prefed.engines.backends import (
-        BACKENDS,
-        InProcess,
-        WorkerProcesses,
-        check_backend,
-        check_devices,
-    )
+    from prefed.engines.backend import Backend, BackendSettings, JobFactory, WorkerError, check_devices
+    from prefed.engines.backends import BACKENDS, InProcess, check_backend
+    from prefed.engines.backends.processes import WorkerProcesses
     from prefed.engines.backends.ray import RayActors
-    from prefed.engines.backends.worker_pool import WorkerError
     from prefed.engines.base_rounds import RoundError
     from prefed.engines.job import Job, TrainerFactory
     from prefed.engines.neighbours import NeighbourRounds

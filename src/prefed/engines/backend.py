@@ -6,17 +6,31 @@ import importlib
 import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from prefed.engines.job import Job
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 
 if TYPE_CHECKING:
     from prefed.train.lockstep import Lockstep
+
+
+class WorkerError(RuntimeError):
+    """Workers died, exceeded a time limit or failed in a task. The run can be resumed.
+
+    Args:
+        trace: traceback of the worker; empty if it died or if the message suffices.
+    """
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(f"{message}:\n{trace}" if trace else message)
+        self.trace = trace
 
 
 @dataclass(frozen=True)
@@ -96,3 +110,21 @@ def peak_memory_mb() -> float:
         return int(peak[1]) / 2**10
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def check_devices(devices: Sequence[str]) -> list[int]:
+    """The numbers of CUDA devices such as ``"cuda:1"``.
+
+    Raises:
+        WorkerError: a device does not exist.
+    """
+    count = torch.cuda.device_count()
+    numbers = [int(name.partition(":")[2]) for name in devices]
+    missing = [name for name, number in zip(devices, numbers, strict=True) if number >= count]
+    if missing:
+        seen = ", ".join(f"cuda:{n}" for n in range(count)) or "none"
+        raise WorkerError(
+            f"[engine] devices = {list(devices)!r}: {missing[0]!r} does not exist; CUDA devices of this "
+            f"machine: {seen}. Remove [engine] devices to use all of them"
+        )
+    return numbers

@@ -12,14 +12,12 @@ from prefed.core.records import RoundRecord, TextRecord
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import decode_state, encode
 from prefed.engines.backend import Backend, peak_memory_mb
-from prefed.engines.diagnostics import DIAGNOSE, Diagnosis
+from prefed.engines.cohorts import ScheduledRound
+from prefed.engines.config import DIAGNOSE
 from prefed.engines.job import Job
-from prefed.engines.privacy import spent
-from prefed.engines.simulated_fleet import ScheduledRound
 from prefed.engines.stopping import Standing
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 from prefed.engines.validation import printable_reason, read_figures, read_upload
-from prefed.privacy.accountant import require
 from prefed.store import RunWriter
 from prefed.train.metrics import (
     LEADING_METRICS,
@@ -148,6 +146,8 @@ class Course(ABC):
             AccountantError: there is noise, and the accountant is not installed.
         """
         if self.job.privacy.noise:
+            from prefed.privacy.accountant import require
+
             require()
         self.writer.begin_round()
         if self.job.privacy.draws == "system":
@@ -205,6 +205,8 @@ class Course(ABC):
         job = self.job
         if job.diagnostics is None or now.number % job.diagnostics.every:
             return
+        from prefed.engines.diagnostics import Diagnosis
+
         diagnosis, number = Diagnosis(job.diagnostics), now.number
         clients = [client for client in job.members if job.privacy.may_report(job.weights[client])]
 
@@ -392,6 +394,8 @@ class Course(ABC):
             content |= {name: evaluation[name] for name in SHIFT_METRICS if name in evaluation}
             content["evaluation"] = evaluation
         if self.job.privacy.kind is not None:
+            from prefed.engines.privacy import spent
+
             content["epsilon"] = spent(self.job, content["round"], self.writer.starts.times())
         if standing is not None and standing.last_round == self.writer.round + 1:
             content["validation"] = standing.last

@@ -1,4 +1,6 @@
-"""The tables ``[cohort]`` and ``[evaluate]``: who takes part in a round, and how models are evaluated."""
+"""The tables ``[cohort]``, ``[evaluate]`` and ``[fleet]``: who takes part in a round, and how models are
+evaluated.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from prefed.core.strict_settings import StrictModel
+
+DIAGNOSE = "diagnose"
+"""Name of the exchange of ``[evaluate] diagnose``."""
 
 
 class CohortConfig(StrictModel):
@@ -105,4 +110,70 @@ class EvaluateConfig(StrictModel):
             raise ValueError("unseen_steps must list numbers of local steps, 0 or more")
         if any(pairs < 1 for pairs in self.unseen_pairs):
             raise ValueError("unseen_pairs must list numbers of pairs, 1 or more")
+        return self
+
+
+class FleetConfig(StrictModel):
+    """``[fleet]``: a simulated fleet. By default all clients are equally fast, always online and never late.
+
+    Raises:
+        ValueError: two keys cannot be combined.
+    """
+
+    server: Literal["synchronous", "buffered"] = Field(
+        "synchronous",
+        description="synchronous: wait for the whole cohort; buffered: keep one cohort of clients busy, and "
+        "merge when enough replies have arrived",
+    )
+    max_delay: int = Field(
+        0,
+        ge=0,
+        description="synchronous: maximum age in rounds of the model that a client starts from, drawn for "
+        "each client and round",
+    )
+    buffer: int | None = Field(
+        None, ge=1, description="buffered: number of replies per merge; default: the size of a cohort"
+    )
+    seconds: float = Field(1.0, gt=0, description="mean duration of a visit in seconds")
+    speeds: Literal["equal", "uniform", "lognormal", "exponential"] = Field(
+        "equal", description="distribution of clients' mean durations around `seconds`"
+    )
+    spread: float | None = Field(
+        None,
+        gt=0,
+        description="uniform: half width relative to the mean; lognormal: sigma",
+    )
+    jitter: float = Field(
+        0.0, ge=0, description="sigma of a lognormal factor with mean 1 on the duration of each visit"
+    )
+    network: float = Field(0.0, ge=0, description="seconds for the messages of a visit, in both directions")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability that a visit ends without a reply, at a random time"
+    )
+    online: float | None = Field(
+        None, gt=0, description="mean seconds that a client stays online; default: always online"
+    )
+    offline: float | None = Field(None, gt=0, description="mean seconds that a client stays offline")
+    trace: str | None = Field(
+        None,
+        description="a CSV or JSON lines file with the times when each client is online, and its speed",
+    )
+    period: float | None = Field(None, gt=0, description="seconds after which the trace repeats")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> FleetConfig:
+        if self.server == "buffered" and self.max_delay:
+            raise ValueError("max_delay is only for server = 'synchronous': remove it")
+        if self.server == "synchronous" and self.buffer is not None:
+            raise ValueError("buffer is only for server = 'buffered': remove it, or set server")
+        if (self.speeds in ("uniform", "lognormal")) != (self.spread is not None):
+            raise ValueError("spread is required for speeds 'uniform' and 'lognormal', and only for these")
+        if self.speeds == "uniform" and self.spread is not None and self.spread >= 1:
+            raise ValueError("spread of uniform speeds must be below 1")
+        if (self.online is None) != (self.offline is None):
+            raise ValueError("online and offline must be set together: add the other, or remove both")
+        if self.trace is not None and self.online is not None:
+            raise ValueError("the trace defines when clients are online: remove online and offline")
+        if self.period is not None and self.trace is None:
+            raise ValueError("period is only for a trace: set trace, or remove period")
         return self

@@ -36,9 +36,8 @@ from prefed.core import (
     Tensors,
     Upload,
 )
+from prefed.engines.config import DIAGNOSE
 
-DIAGNOSE = "diagnose"
-"""Name of the exchange for diagnostics."""
 NUMBERS = frozenset({"loss", "variance", "clipped"})
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -25,16 +25,18 @@ from prefed.core import (
     State,
     Tensors,
 )
-from prefed.engines.config import CohortConfig, EvaluateConfig
-from prefed.engines.diagnostics import DIAGNOSE, Diagnostics
-from prefed.engines.simulated_fleet import FleetConfig, ScheduledRound, Visit, schedule
+from prefed.engines.cohorts import ScheduledRound, Visit, draw_cohort
+from prefed.engines.config import DIAGNOSE, CohortConfig, EvaluateConfig, FleetConfig
 from prefed.engines.stopping import StopConfig
-from prefed.merge.graphs import GraphConfig
-from prefed.merge.mixing import Topology
-from prefed.privacy import Grid
+from prefed.merge.config import GraphConfig
 from prefed.train import feedback as kinds
 from prefed.train.feedback.kind import Feedback, Scores
 from prefed.train.metrics import Metric, find_metrics
+
+if TYPE_CHECKING:
+    from prefed.engines.diagnostics import Diagnostics
+    from prefed.merge.mixing import Topology
+    from prefed.privacy import Grid
 
 PAIRS = "pairs/"
 """Prefix of a newcomer's metrics for which its latent taste is inferred from a number of pairs."""
@@ -154,6 +156,8 @@ class Job:
         Raises:
             ValueError: see :meth:`Grid.of`.
         """
+        from prefed.privacy import Grid
+
         return Grid.of(self.privacy, sites, len(self.members))
 
     def _check_graph(self) -> None:
@@ -187,6 +191,8 @@ class Job:
     @cached_property
     def topology(self) -> Topology:
         """The topology of a job with a graph."""
+        from prefed.merge.mixing import Topology
+
         assert self.graph is not None
         return Topology(self.graph, self.members, Key(self.seed))
 
@@ -301,6 +307,8 @@ class Job:
         """The rounds after ``after``. They depend only on the seed and the fleet."""
         if self.fleet is None:
             return map(self._sampled_round, range(after + 1, self.rounds + 1))
+        from prefed.engines.simulated_fleet import schedule
+
         rounds = schedule(self.fleet, self.seats, self.cohort_size, Key(self.seed), self.work)
         return map(self._without_absent, islice(rounds, after, self.rounds))
 
@@ -375,22 +383,6 @@ class Job:
         key = now.key.at(what, name)
         key = (key.at("merged", merged) if merged > number else key).at("client", client)
         return self.trainers.trainer(client, now, key, self.method.ownership)
-
-
-def draw_cohort(key: Key, clients: int, size: int, sampling: Literal["fixed", "poisson"]) -> list[int]:
-    """Draw the indices of a cohort, in ascending order.
-
-    Args:
-        clients: number of clients to draw from.
-        size: size of the cohort; with ``"poisson"`` its expectation.
-
-    >>> draw_cohort(Key(1), 9, 9, "poisson") == draw_cohort(Key(1), 9, 9, "fixed") == [*range(9)]
-    True
-    """
-    generator = key.at("cohort").numpy()
-    if sampling == "poisson":
-        return [index for index, coin in enumerate(generator.random(clients)) if coin * clients < size]
-    return sorted(generator.choice(clients, size, replace=False).tolist())
 
 
 class Sizes(Protocol):

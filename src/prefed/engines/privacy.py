@@ -61,24 +61,20 @@ def spent(job: Job, number: int, starts: Mapping[int, int]) -> float | None:
 
 
 def privacy_record(job: Job, number: int, starts: Mapping[int, int]) -> dict[str, Plain]:
-    """The entry ``privacy`` of ``summary.json`` after round ``number``; empty without ``[privacy] kind``."""
+    """The entry ``privacy`` of ``summary.json`` after round ``number``."""
     privacy = job.privacy
-    if privacy.kind is None:
-        return {}
     promised = guarantee(job)
     return {
-        "privacy": {
-            "kind": privacy.kind,
-            "clip": privacy.clip,
-            "noise_multiplier": privacy.noise_multiplier,
-            "epsilon": spent(job, number, starts),
-            "delta": privacy.delta,
-            "adjacency": promised.adjacency,
-            "bound": promised.bound,
-            "releases": most_releases(job, number, starts),
-            "draws": privacy.draws or "seed",
-            **({} if promised.colluders is None else {"colluders": promised.colluders}),
-        }
+        "kind": privacy.kind,
+        "clip": privacy.clip,
+        "noise_multiplier": privacy.noise_multiplier,
+        "epsilon": spent(job, number, starts),
+        "delta": privacy.delta,
+        "adjacency": promised.adjacency,
+        "bound": promised.bound,
+        "releases": most_releases(job, number, starts),
+        "draws": privacy.draws or "seed",
+        **({} if promised.colluders is None else {"colluders": promised.colluders}),
     }
 
 

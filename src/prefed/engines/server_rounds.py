@@ -13,9 +13,8 @@ from prefed.core import Exchange, Plain, Round, State, Upload
 from prefed.core.wire import decode_state, encode
 from prefed.engines.aggregation import Aggregation, aggregate
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
+from prefed.engines.cohorts import ScheduledRound, Visit
 from prefed.engines.job import Job
-from prefed.engines.privacy import merge_noised, simulated_sum
-from prefed.engines.simulated_fleet import ScheduledRound, Visit
 from prefed.engines.tasks import Task
 from prefed.merge import from_newest
 
@@ -91,9 +90,7 @@ class ServerRounds(Course):
                     u if u.sent_at == now.number else from_newest(u, starts[u.sent_at], server)
                     for u in uploads
                 ]
-            central = self.job.privacy.kind == "central"
-            merge = partial(merge_noised, self.job) if central else aggregate
-            merged = merge(server, uploads, exchange, now)
+            merged = self._merged(server, uploads, exchange, now)
         # A client whose upload is not merged keeps its previous private state.
         last = {asked for wave in waves[-1:] for asked in wave}
         self.backend.accept(u.client for u in merged.uploads if (u.client, u.sent_at) in last)
@@ -107,6 +104,15 @@ class ServerRounds(Course):
             self.warn(now.number, f"{merged.reason}; the server keeps its state")
         return merged.server
 
+    def _merged(
+        self, server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round
+    ) -> Aggregation:
+        if self.job.privacy.kind != "central":
+            return aggregate(server, uploads, exchange, now)
+        from prefed.engines.privacy import merge_noised
+
+        return merge_noised(self.job, server, uploads, exchange, now)
+
     def _summed(
         self, server: State, exchange: Exchange, now: Round, waves: Sequence[Sequence[Asked]], tally: Tally
     ) -> tuple[Aggregation, list[tuple[str, str]]]:
@@ -116,6 +122,8 @@ class ServerRounds(Course):
             The merge; and the client and reason of each upload that is not in the sum.
         """
         uploads, invalid = self._collect(exchange, now, waves, {now.number: server}, tally)
+        from prefed.engines.privacy import merge_noised, simulated_sum
+
         total = simulated_sum(self.job, uploads, exchange, now)
         return merge_noised(self.job, server, uploads, exchange, now, total), invalid
 

@@ -10,82 +10,13 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
-
-from pydantic import Field, model_validator
 
 from prefed.core import Key
-from prefed.core.strict_settings import StrictModel
+from prefed.engines.cohorts import ScheduledRound, Visit
+from prefed.engines.config import FleetConfig
 from prefed.engines.fleet_trace import Window, read_trace
-
-
-class FleetConfig(StrictModel):
-    """``[fleet]``: a simulated fleet. By default all clients are equally fast, always online and never late.
-
-    Raises:
-        ValueError: two keys cannot be combined.
-    """
-
-    server: Literal["synchronous", "buffered"] = Field(
-        "synchronous",
-        description="synchronous: wait for the whole cohort; buffered: keep one cohort of clients busy, and "
-        "merge when enough replies have arrived",
-    )
-    max_delay: int = Field(
-        0,
-        ge=0,
-        description="synchronous: maximum age in rounds of the model that a client starts from, drawn for "
-        "each client and round",
-    )
-    buffer: int | None = Field(
-        None, ge=1, description="buffered: number of replies per merge; default: the size of a cohort"
-    )
-    seconds: float = Field(1.0, gt=0, description="mean duration of a visit in seconds")
-    speeds: Literal["equal", "uniform", "lognormal", "exponential"] = Field(
-        "equal", description="distribution of clients' mean durations around `seconds`"
-    )
-    spread: float | None = Field(
-        None,
-        gt=0,
-        description="uniform: half width relative to the mean; lognormal: sigma",
-    )
-    jitter: float = Field(
-        0.0, ge=0, description="sigma of a lognormal factor with mean 1 on the duration of each visit"
-    )
-    network: float = Field(0.0, ge=0, description="seconds for the messages of a visit, in both directions")
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="probability that a visit ends without a reply, at a random time"
-    )
-    online: float | None = Field(
-        None, gt=0, description="mean seconds that a client stays online; default: always online"
-    )
-    offline: float | None = Field(None, gt=0, description="mean seconds that a client stays offline")
-    trace: str | None = Field(
-        None,
-        description="a CSV or JSON lines file with the times when each client is online, and its speed",
-    )
-    period: float | None = Field(None, gt=0, description="seconds after which the trace repeats")
-
-    @model_validator(mode="after")
-    def _coherent(self) -> FleetConfig:
-        if self.server == "buffered" and self.max_delay:
-            raise ValueError("max_delay is only for server = 'synchronous': remove it")
-        if self.server == "synchronous" and self.buffer is not None:
-            raise ValueError("buffer is only for server = 'buffered': remove it, or set server")
-        if (self.speeds in ("uniform", "lognormal")) != (self.spread is not None):
-            raise ValueError("spread is required for speeds 'uniform' and 'lognormal', and only for these")
-        if self.speeds == "uniform" and self.spread is not None and self.spread >= 1:
-            raise ValueError("spread of uniform speeds must be below 1")
-        if (self.online is None) != (self.offline is None):
-            raise ValueError("online and offline must be set together: add the other, or remove both")
-        if self.trace is not None and self.online is not None:
-            raise ValueError("the trace defines when clients are online: remove online and offline")
-        if self.period is not None and self.trace is None:
-            raise ValueError("period is only for a trace: set trace, or remove period")
-        return self
-
 
 _GAP = 1e-9
 """Relative gap below which two windows count as contiguous, to allow for rounding in repeated traces."""
@@ -208,50 +139,6 @@ VAIN = 100_000
 
 class FleetError(ValueError):
     """The fleet cannot complete a round."""
-
-
-@dataclass(frozen=True, order=True)
-class Visit:
-    """A visit of a client.
-
-    Attributes:
-        started_from: the round whose model it starts from; 0: the initial model.
-        asked: start of the visit, in virtual seconds.
-        at: end of the visit, in virtual seconds.
-    """
-
-    client: str
-    started_from: int
-    asked: float
-    at: float
-
-
-@dataclass(frozen=True)
-class ScheduledRound:
-    """The schedule of a round.
-
-    Attributes:
-        number: number of the round, from 1.
-        at: time of the merge, in virtual seconds since the start of the run.
-        visits: visits whose uploads are merged, sorted by client; each client and model occurs at most once.
-        lost: visits that ended without a reply since the previous round, sorted.
-        keep: round of the oldest model that a later upload starts from.
-    """
-
-    number: int
-    at: float
-    visits: tuple[Visit, ...]
-    lost: tuple[Visit, ...]
-    keep: int
-
-    def late(self, visit: Visit) -> int:
-        """Age in rounds of the visit's model at the merge; 0 for the newest."""
-        return self.number - 1 - visit.started_from
-
-    @property
-    def staleness(self) -> float:
-        """The mean of :meth:`late` over the uploads; 0 without any."""
-        return sum(map(self.late, self.visits)) / max(1, len(self.visits))
 
 
 def schedule(

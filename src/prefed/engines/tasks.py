@@ -13,13 +13,13 @@ from typing import Literal, Protocol
 
 import torch
 
+from prefed import privacy
 from prefed.core import State
 from prefed.core.files import digest
 from prefed.core.wire import decode_download, decode_state, encode, stored_dtype
 from prefed.engines.evaluation import evaluate_client, evaluate_newcomer, own_pairs
 from prefed.engines.job import Job
 from prefed.engines.validation import validate_upload, withhold_scalars
-from prefed.privacy import clipped_steps, privatize
 
 
 class ClientStates(Protocol):
@@ -126,9 +126,9 @@ def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
     upload = withhold_scalars(upload, task.client, exchange, now)
     if job.privacy.kind == "local":
         noise = None if job.privacy.draws == "system" else trainer.key.at("noise")
-        upload = privatize(upload, download, exchange, job.privacy, noise)
+        upload = privacy.privatize(upload, download, exchange, job.privacy, noise)
     elif job.privacy.kind == "distributed":
-        upload = clipped_steps(upload, download, exchange, job.privacy.clip)
+        upload = privacy.clipped_steps(upload, download, exchange, job.privacy.clip)
     # The upload must not change between validation and encoding.
     reason = validate_upload(upload, task.client, exchange, job.method.ownership, job.trainers.initial, now)
     if reason:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from prefed.core import Entry, Key, Layout, Owner, Ownership, Plain, Round, State, Tensors, Upload
 from prefed.merge import lora, optimizers, rules
 from prefed.merge.config import MergeConfig
-from prefed.merge.fairness import MIXTURE, afl
 from prefed.merge.flat import normalize, weighted_mean
 from prefed.merge.uploads import BadUpload, align, check_update_sizes, shorten, sort_uploads
 
@@ -123,8 +122,8 @@ class Aggregator:
         replies = [replies[k] for k in indices]
         mixture: dict[str, Plain] = {}
         if weigh is None and self.config.weights == "afl":
-            key = _key(MIXTURE, group)
-            weights, mixture[key] = afl(state.values.get(key), replies, now, self.config.afl_lr)
+            key = _key(rules.MIXTURE, group)
+            weights, mixture[key] = rules.afl(state.values.get(key), replies, now, self.config.afl_lr)
         elif weigh is None:
             weights = rules.weights(self.config, replies, now)
         elif not self.config.plain_weights:

@@ -7,93 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from pydantic import Field, model_validator
+from typing import TYPE_CHECKING, Any
 
 from prefed.core import Key, files
 from prefed.core.lazy import np
-from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean, pluralize
+from prefed.merge.config import GraphConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-GraphName = Literal[
-    "path",
-    "ring",
-    "star",
-    "complete",
-    "torus",
-    "hypercube",
-    "exponential",
-    "erdos_renyi",
-    "edges",
-    "matrix",
-]
-WeightsName = Literal["metropolis", "max_degree"]
-
-
-class GraphConfig(StrictModel):
-    """Who exchanges models with whom where there is no server, and how much a neighbour's model counts.
-
-    Raises:
-        ValueError: two settings cannot be combined.
-    """
-
-    name: GraphName = Field(
-        "ring",
-        description="exponential connects i to i ± 1, 2, 4 … on a ring; erdos_renyi draws edges at random; "
-        "edges reads edges from a file, matrix a mixing matrix",
-    )
-    probability: float | None = Field(
-        None, gt=0, le=1, description="edge probability of an erdos_renyi graph"
-    )
-    file: str | None = Field(
-        None,
-        description="for edges: two clients per line; for matrix: rows of sorted clients as text, or .mtx",
-    )
-    weights: WeightsName = Field(
-        "metropolis",
-        description="weight of neighbour j at i: metropolis, 1/(1 + max(deg i, deg j)); max_degree, "
-        "1/(1 + the largest degree)",
-    )
-    placement: Literal["sorted", "random"] = Field(
-        "sorted",
-        description="order of clients on the nodes: sorted by name (the first is a star's hub) or random",
-    )
-    changes: Literal["never", "redrawn", "matching"] = Field(
-        "never",
-        description="redrawn: a new erdos_renyi graph in each round; matching: a random matching of "
-        "neighbours in each round",
-    )
-    order: Literal["train_mix", "mix_train"] = Field(
-        "train_mix", description="order of training and mixing in a round"
-    )
-    edge_failure: float = Field(0.0, ge=0, lt=1, description="probability that an edge fails in a round")
-    window: int = Field(
-        10, ge=1, description="number of rounds in which a changing graph must connect all clients"
-    )
-
-    @property
-    def varies(self) -> bool:
-        """Whether the graph may differ between rounds."""
-        return self.changes != "never" or self.edge_failure > 0
-
-    @model_validator(mode="after")
-    def _coherent(self) -> GraphConfig:
-        if (self.name == "erdos_renyi") != (self.probability is not None):
-            raise ValueError("set probability for graph 'erdos_renyi', and only for this graph")
-        if (self.name in ("edges", "matrix")) != (self.file is not None):
-            raise ValueError("set file for graphs 'edges' and 'matrix', and only for these")
-        if self.changes == "redrawn" and self.name != "erdos_renyi":
-            raise ValueError(
-                f"graph {self.name!r} is not random and cannot be redrawn; use 'erdos_renyi', or changes "
-                "'matching'"
-            )
-        if self.name == "matrix" and (self.changes == "matching" or "weights" in self.model_fields_set):
-            raise ValueError("graph 'matrix' defines all weights; remove weights and changes")
-        return self
 
 
 @dataclass(frozen=True, eq=False)

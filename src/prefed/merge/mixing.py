@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefed.core import Key
 from prefed.core.lazy import np, torch
-from prefed.merge.graphs import Graph, GraphConfig, WeightsName, draw_graph, draw_matching
+from prefed.merge.config import GraphConfig, WeightsName
+from prefed.merge.graphs import Graph, draw_graph, draw_matching
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

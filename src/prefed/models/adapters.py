@@ -23,11 +23,9 @@ from safetensors import SafetensorError
 
 from prefed.core import Key, Tensors, files
 from prefed.models.backbone import Backbone, load_backbone
-from prefed.models.config import ModelConfig
+from prefed.models.config import MIXTURE, TASTE_MAP, ModelConfig
 from prefed.models.fused_lora import lora_factors
-from prefed.models.mixed_rewards import MIXTURE
 from prefed.models.pretrained import ModelError
-from prefed.models.tastes import TASTE_MAP
 from prefed.models.trainable_parts import WEIGHTS, lora_layers
 
 FORMAT = 1

@@ -6,9 +6,10 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from prefed.core import Key, Layout, Tensors
 from prefed.core.tensors import Layered
-from prefed.models.config import ModelConfig
+from prefed.models.config import DECODER, TASTE_MAP, ModelConfig
 from prefed.models.families import Family, find_family, trunk_of, with_lora
 from prefed.models.fused_lora import convert_together, fuse
 from prefed.models.pretrained import (
@@ -36,7 +37,6 @@ from prefed.models.pretrained import (
     with_dtype,
     with_kernels,
 )
-from prefed.models.tastes import DECODER, TASTE_MAP, TasteMap
 from prefed.models.trainable_parts import (
     PART_BUILDERS,
     WEIGHTS,
@@ -46,6 +46,9 @@ from prefed.models.trainable_parts import (
     RewardHead,
     lora_layers,
 )
+
+if TYPE_CHECKING:
+    from prefed.models.tastes import TasteMap
 
 _TRUNK_PARTS = frozenset({WEIGHTS, "lora", "residual", "personal_lora", "gate", "norm", TASTE_MAP})
 """Parts inside the trunk. While none of them trains, the trunk's output for a pair is constant."""
@@ -184,6 +187,16 @@ class Backbone:
     def taste_map(self) -> TasteMap | None:
         """The map from a taste to the input embeddings, if the model has one."""
         return getattr(self.causal, "prefed_taste_map", None)
+
+    def tasting(
+        self, tastes: torch.Tensor | None, lengths: Sequence[int] | None = None
+    ) -> AbstractContextManager[None]:
+        """Apply tastes in forward passes within the block; see :func:`prefed.models.tastes.tasting`."""
+        if tastes is None:
+            return nullcontext()
+        from prefed.models.tastes import tasting
+
+        return tasting(self.taste_map, tastes, lengths)
 
     def trains_trunk(self, names: Iterable[str]) -> bool:
         """Return whether any of ``names`` is inside the trunk."""

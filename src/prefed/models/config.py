@@ -11,6 +11,24 @@ from prefed.core.strict_settings import StrictModel
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+VARIATIONAL = "variational"
+"""Part of a selector with latent tastes: MLPs, attention, heads and decoder."""
+PROTOTYPES = "prototypes"
+"""Part with the prototypes P ``[M, d_z]``."""
+POSTERIOR = "posterior"
+"""Part that a client sends about its taste: mean μ̄ and log σ̄² ``[d_z]`` of its posterior."""
+LATENT = "latent"
+"""Part with the taste z ``[d_z]`` that a client judges with."""
+DECODER = (f"{VARIATIONAL}/decoder/weight", f"{VARIATIONAL}/decoder/bias")
+"""Tensors that determine the effect of z and the responses; if they are zero, there is none."""
+TASTE_MAP = "taste_map"
+"""Part of a policy for tastes: W ``[d, d_z]`` and b ``[d]``."""
+MIXTURE = "mixture"
+"""Part with the logits of a client's weights ``[K]``."""
+BASIS = "basis"
+"""Part with the rewards of LoRe."""
+IDEAL = "ideal"
+"""Part with the projection and the prototypes of PAL."""
 
 
 def first_rate(width: int) -> float:

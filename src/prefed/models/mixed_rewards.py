@@ -16,15 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from prefed.core import Key
-from prefed.models.config import MixtureSettings
-from prefed.models.random_init import uniform
+from prefed.core.random_keys import uniform
+from prefed.models.config import BASIS, IDEAL, MIXTURE, MixtureSettings
 
-MIXTURE = "mixture"
-"""Part with the logits of a client's weights ``[K]``."""
-BASIS = "basis"
-"""Part with the rewards of LoRe."""
-IDEAL = "ideal"
-"""Part with the projection and the prototypes of PAL."""
 LOGITS = f"{MIXTURE}/logits"
 
 

@@ -25,22 +25,11 @@ import torch
 import torch.nn.functional as F
 
 from prefed.core import Entry, Key
-from prefed.models.config import VariationalSettings
-from prefed.models.random_init import orthogonal_rows, uniform
+from prefed.core.random_keys import orthogonal_rows, uniform
+from prefed.models.config import LATENT, POSTERIOR, PROTOTYPES, TASTE_MAP, VARIATIONAL, VariationalSettings
 
-VARIATIONAL = "variational"
-"""Part with MLPs, attention, heads and decoder."""
-PROTOTYPES = "prototypes"
-"""Part with the prototypes P ``[M, d_z]``."""
-POSTERIOR = "posterior"
-"""Part that a client sends about its taste: mean μ̄ and log σ̄² ``[d_z]`` of its posterior."""
-LATENT = "latent"
-"""Part with the taste z ``[d_z]`` that a client judges with."""
 Z = f"{LATENT}/z"
 """The tensor with that taste."""
-
-DECODER = (f"{VARIATIONAL}/decoder/weight", f"{VARIATIONAL}/decoder/bias")
-"""Tensors that determine the effect of z and the responses; if they are zero, there is none."""
 
 CAP = -2.0
 """Maximum log σ² of a capped posterior."""
@@ -219,8 +208,6 @@ def _mlp(
     return x
 
 
-TASTE_MAP = "taste_map"
-"""Part with W ``[d, d_z]`` and b ``[d]``."""
 START = 1e-3
 """Initial standard deviation of W; b starts at 0."""
 
@@ -271,21 +258,18 @@ class TasteMap:
 
 @contextmanager
 def tasting(
-    taste_map: TasteMap | None, tastes: torch.Tensor | None, lengths: Sequence[int] | None = None
+    taste_map: TasteMap | None, tastes: torch.Tensor, lengths: Sequence[int] | None = None
 ) -> Iterator[None]:
     """Apply tastes in forward passes within the block.
 
     Args:
         taste_map: the model's map; ``None`` if it has none.
-        tastes: ``[rows, d_z]``, one per row of token ids; ``None`` has no effect.
+        tastes: ``[rows, d_z]``, one per row of token ids.
         lengths: for token ids in a single row: number of consecutive tokens of each taste.
 
     Raises:
         ValueError: the model has no map, or tastes have another width.
     """
-    if tastes is None:
-        yield
-        return
     if taste_map is None:
         raise ValueError(f"tastes are given, but the model has no part {TASTE_MAP!r}")
     added = taste_map(tastes)

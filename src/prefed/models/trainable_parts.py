@@ -15,23 +15,21 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from prefed.core import Entry, Key
-from prefed.models.config import ModelConfig
-from prefed.models.families import Family, trunk_of
-from prefed.models.fused_lora import fuse_lora
-from prefed.models.mixed_rewards import BASIS, IDEAL, MIXTURE
-from prefed.models.mixed_rewards import starts as mixture_starts
-from prefed.models.pretrained import head_width
-from prefed.models.random_init import uniform
-from prefed.models.tastes import (
+from prefed.core.random_keys import uniform
+from prefed.models.config import (
+    BASIS,
+    IDEAL,
     LATENT,
+    MIXTURE,
     POSTERIOR,
     PROTOTYPES,
-    START,
     TASTE_MAP,
     VARIATIONAL,
-    TasteMap,
-    VariationalSelector,
+    ModelConfig,
 )
+from prefed.models.families import Family, trunk_of
+from prefed.models.fused_lora import fuse_lora
+from prefed.models.pretrained import head_width
 
 EXAMPLES = "examples"
 """Part with the number of examples before a prompt."""
@@ -351,6 +349,8 @@ def _check_layer(context: PartContext) -> int:
 
 def _taste(part: str, context: PartContext) -> Iterator[ParameterSpec]:
     """A part of the variational selector, which reads it from the backbone's parameters."""
+    from prefed.models.tastes import VariationalSelector
+
     settings, width = context.config.variational, _check_layer(context)
     selector = VariationalSelector(settings, width)
     for name, start in selector.starts(context.key, capped="cap" in context.needs)[part].items():
@@ -364,13 +364,17 @@ def _examples(context: PartContext) -> Iterator[ParameterSpec]:
 
 def _mixture(part: str, context: PartContext) -> Iterator[ParameterSpec]:
     """A part of rewards that clients mix, which are computed from the backbone's parameters."""
-    tensors = mixture_starts(part, context.config.mixture, _check_layer(context), context.key)
+    from prefed.models.mixed_rewards import starts
+
+    tensors = starts(part, context.config.mixture, _check_layer(context), context.key)
     for name, start in tensors.items():
         yield ParameterSpec(Entry(name, tuple(start.shape), part), start)
 
 
 def _taste_map(context: PartContext) -> Iterator[ParameterSpec]:
     """W ~ N(0, 1e-3²) and b = 0, stored as the non-module attribute ``prefed_taste_map`` of the model."""
+    from prefed.models.tastes import START, TasteMap
+
     embeddings = context.causal.get_input_embeddings()
     added = TasteMap(embeddings)
     object.__setattr__(context.causal, "prefed_taste_map", added)

@@ -1,8 +1,13 @@
 """Differential privacy of clients: clipping, noise, and what a run has spent. Needs ``prefed[privacy]``."""
 
-from prefed.privacy.accountant import Guarantee, guarantee_of
-from prefed.privacy.distributed import Grid, source_of
-from prefed.privacy.mechanism import clipped_steps, flat_steps, mean_of_sum, noised_mean, privatize
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import attach
+
+if TYPE_CHECKING:
+    from prefed.privacy.accountant import Guarantee, guarantee_of
+    from prefed.privacy.distributed import Grid, source_of
+    from prefed.privacy.mechanism import clipped_steps, flat_steps, mean_of_sum, noised_mean, privatize
 
 __all__ = [
     "Grid",
@@ -15,3 +20,5 @@ __all__ = [
     "privatize",
     "source_of",
 ]
+
+__getattr__ = attach(__name__, __file__)

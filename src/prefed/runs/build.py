@@ -17,12 +17,11 @@ from prefed.core.strict_settings import flatten
 from prefed.core.text import did_you_mean, pluralize, timed
 from prefed.data import FederatedDataset, SelectorConfig, Template, build_dataset
 from prefed.engines import JobFactory
-from prefed.engines.diagnostics import Diagnostics
 from prefed.engines.job import Job, JobError
 from prefed.merge import Aggregator, TooFewUploads
 from prefed.merge.rules import check_upload_count
-from prefed.methods import TrainingSettings, to_neighbours
-from prefed.methods.base import ClusterSettings, with_ranks
+from prefed.methods import TrainingSettings, base, to_neighbours
+from prefed.methods.base import ClusterSettings
 from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_tokenizer
 from prefed.models.pretrained import with_dtype
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from prefed.data.examples import ExampleEncoder
     from prefed.data.responses import ResponseEncoder
     from prefed.data.show import ShownClient
+    from prefed.engines.diagnostics import Diagnostics
 
 _log = logging.getLogger("prefed")
 
@@ -230,7 +230,7 @@ def assemble_job(experiment: Experiment, trainers: PairTrainerFactory) -> Job:
     if graph is not None and method.exchanges[0].to != "neighbours":
         method = to_neighbours(method, settings, experiment.merge)
     if ranks := experiment.merge.ranks:
-        method = with_ranks(method, ranks, backbone.layout)
+        method = base.with_ranks(method, ranks, backbone.layout)
     unseen = unseen_clients(experiment, trainers.dataset)
     try:
         job = Job(
@@ -279,6 +279,8 @@ def _diagnostics(experiment: Experiment) -> Diagnostics | None:
     if goal.name == "ppo":
         raise ConfigError("[evaluate] diagnose: objective 'ppo' has no gradient on given pairs; leave it out")
     uniform = experiment.whole_graph is not None or experiment.merge.weights == "uniform"
+    from prefed.engines.diagnostics import Diagnostics
+
     return Diagnostics(evaluate.diagnose, evaluate.diagnostic_pairs, goal, settings.step_pairs(), uniform)
 
 

@@ -29,7 +29,7 @@ from prefed.core.text import size
 from prefed.core.wire import encode
 from prefed.engines import InProcess, Job, RoundError, Task, TaskResult, TrainerFactory
 from prefed.engines.backend import peak_memory_mb
-from prefed.engines.diagnostics import DIAGNOSE
+from prefed.engines.config import DIAGNOSE
 from prefed.engines.tasks import MemoryStates
 from prefed.engines.validation import read_upload
 from prefed.merge.mixing import matrix_graph

@@ -26,14 +26,14 @@ FOLDER = "data"
 
 @contextmanager
 def from_memory(
-    experiment: Experiment, data: Rows | Mapping[Any, Any] | None, writer: RunWriter
+    experiment: Experiment, data: Rows | Mapping[Any, Any], writer: RunWriter
 ) -> Iterator[Experiment]:
     """Yield the experiment with ``data`` as its only sources, written to the run directory.
 
     Within the block, a DataError names rows by the expression that selects them: ``data['anna'], row 3``.
 
     Args:
-        data: as for :func:`prefed.runs.run.run`; with ``None``, the experiment stays as it is.
+        data: as for :func:`prefed.runs.run.run`.
 
     Raises:
         TypeError: rows are of another type.
@@ -41,9 +41,6 @@ def from_memory(
         DataError: a row cannot be written as JSON.
         StoreError: the run has rounds, and ``data`` changed.
     """
-    if data is None:
-        yield experiment
-        return
     folder = writer.path.resolve() / FOLDER
     tables = experiment.tables()
     settings = {name: value for name, value in tables["data"].items() if name not in ROLES}

@@ -11,7 +11,6 @@ from prefed.config.settings import EngineConfig
 from prefed.core import files
 from prefed.engines import Job, check_backend, check_devices
 from prefed.models.pretrained import check_device
-from prefed.privacy import accountant
 from prefed.runs.build import build_job
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -28,7 +27,9 @@ def check_start(experiment: Experiment) -> None:
     check_engine(experiment.engine)
     check_device(experiment.model)
     if experiment.privacy.noise:
-        accountant.require()
+        from prefed.privacy.accountant import require
+
+        require()
     if experiment.track is not None:
         from prefed.trackers.tools import trackers
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from prefed.config import ConfigError, Experiment
 from prefed.core import Key
-from prefed.engines.job import draw_cohort
+from prefed.engines.cohorts import draw_cohort
 from prefed.privacy import Guarantee, guarantee_of
 
 

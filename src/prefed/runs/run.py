@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from prefed import engines
 from prefed.config import ConfigError, Experiment, RayConfig
 from prefed.config.experiment import IN_MEMORY
 from prefed.config.file import code_of
@@ -20,20 +21,10 @@ from prefed.core import Callback, Callbacks, State
 from prefed.core.records import RoundRecord, Summary, metrics_of_clients
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import decode_state
-from prefed.engines import (
-    BACKENDS,
-    Backend,
-    BackendSettings,
-    ClientStates,
-    Job,
-    NeighbourRounds,
-    ServerRounds,
-    check_devices,
-)
+from prefed.engines import BACKENDS, Backend, BackendSettings, ClientStates, Job, check_devices
 from prefed.models import ModelError
 from prefed.runs.build import answered_prompts, job_factory, of_parent
 from prefed.runs.data_notices import announce
-from prefed.runs.memory import Rows, from_memory
 from prefed.runs.preflight import check_start, checked_job, existing_parent, lockstep
 from prefed.runs.start_or_resume import (
     build_in_cache,
@@ -60,6 +51,7 @@ if TYPE_CHECKING:
     import pandas
 
     from prefed.runs.answers import RoundAnswers
+    from prefed.runs.memory import Rows
 
 ADAPTERS = "adapters"
 SHARED = "shared"
@@ -183,13 +175,12 @@ def run(
         callbacks = [Terminal(), *callbacks]
     check_start(experiment)
     existing_parent(path)
-    with (
-        open_run(experiment, path, callbacks, resume=resume, spaced=experiment.checkpoint, page=page) as (
-            writer,
-            callback,
-        ),
-        from_memory(experiment, data, writer) as experiment,
-    ):
+    opened = open_run(experiment, path, callbacks, resume=resume, spaced=experiment.checkpoint, page=page)
+    with opened as (writer, callback), ExitStack() as stack:
+        if data is not None:
+            from prefed.runs.memory import from_memory
+
+            experiment = stack.enter_context(from_memory(experiment, data, writer))
         server = _finish(experiment, writer, callback)
     if experiment.align is not None:
         from prefed.runs.align import align
@@ -219,7 +210,7 @@ def _run_rounds(experiment: Experiment, writer: RunWriter, callback: Callback) -
     with ExitStack() as stack:
         with timed("engine", experiment.engine.backend):
             backend = stack.enter_context(_backend(experiment, job, writer))
-        rounds = ServerRounds if job.graph is None else NeighbourRounds
+        rounds = engines.ServerRounds if job.graph is None else engines.NeighbourRounds
         server = rounds(job, writer, backend, callback, answers=answers).run()
         with timed("summary"):
             profiles = read_profiles(job, backend.states)

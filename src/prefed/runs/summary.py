@@ -22,13 +22,13 @@ from prefed.data import FederatedDataset
 from prefed.data.statistics import dataset_statistics
 from prefed.engines import ClientStates, Job
 from prefed.engines.backend import peak_memory_mb
-from prefed.engines.privacy import privacy_record
 from prefed.engines.server_rounds import ASIDE, OFFENCES
 from prefed.merge import lora
 from prefed.methods import METHODS
 from prefed.runs.data_notices import left_out_table
 from prefed.store import RunWriter
-from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS, selector_metrics
+from prefed.train import metrics
+from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS
 
 Profiles: TypeAlias = dict[str, dict[str, dict[str, float]]]
 """Metric → client → block → value."""
@@ -54,7 +54,7 @@ def summarize(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord], profil
         "loss": last["loss"],
         **({"time": last["time"]} if "time" in last else {}),
         **_stationarity(rounds),
-        **privacy_record(job, writer.round, writer.starts.times()),
+        **_privacy(job, writer),
         **_best(job, writer, rounds),
         **({"personal": public} if public else {}),
         "parameters": {
@@ -82,7 +82,7 @@ def _evaluated(job: Job, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of an evaluation that a summary contains, in its order."""
     counts = ("split", "left_out", "not_evaluated", "not_finite")
     own = (metric.name for metric in job.metrics)
-    accuracies = (*ACCURACY_METRICS, *selector_metrics(len(job.jury)), *own)
+    accuracies = (*ACCURACY_METRICS, *(metrics.selector_metrics(len(job.jury)) if job.jury else ()), *own)
     names = (*accuracies, "unseen_accuracy", "unseen_selectors", *MEAN_METRICS, "text", *counts)
     return {name: evaluation[name] for name in names if name in evaluation}
 
@@ -111,6 +111,14 @@ def trainable(job: Job) -> int:
     moving = (layout[name] for name in ownership.names(Owner.SHARED, Owner.PERSONAL))
     # The residual of FedEx-LoRA and the posterior of a taste are sent, but not trained.
     return sum(entry.size for entry in moving if entry.part not in (lora.RESIDUAL, "posterior"))
+
+
+def _privacy(job: Job, writer: RunWriter) -> dict[str, Any]:
+    if job.privacy.kind is None:
+        return {}
+    from prefed.engines.privacy import privacy_record
+
+    return {"privacy": privacy_record(job, writer.round, writer.starts.times())}
 
 
 def _stationarity(rounds: Sequence[RoundRecord]) -> dict[str, float]:

@@ -36,7 +36,8 @@ from prefed.engines.evaluation import pair_figures
 from prefed.merge.posteriors import Posterior, active_units, summarize
 from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z, posteriors
 from prefed.models import Backbone
-from prefed.models.tastes import DECODER, POSTERIOR, trainable_share
+from prefed.models.config import DECODER, POSTERIOR
+from prefed.models.tastes import trainable_share
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
 from prefed.train.metrics import GAINS_FROM, SHARED_FROM

@@ -1,4 +1,4 @@
-"""Commits of a run, the state files that they refer to, and counts of round starts."""
+"""Commits of a run, which of them it keeps, the state files they refer to, and counts of round starts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from prefed.core import files
+from prefed.core.strict_settings import StrictModel
 
 FORMAT = 1
 """Version of the layout of run directories. Each commit has it, next to the version of prefed."""
@@ -34,6 +37,32 @@ def missing_best(run: Path, number: int) -> StoreError:
     """The error if the commit of the best round is missing."""
     path = _commit_path(run / "checkpoint", number)
     return StoreError(f"{run} is damaged: the commit of its best round {number} is missing; restore {path}")
+
+
+class CheckpointConfig(StrictModel):
+    """Commits that a run keeps besides the last, from which `prefed forget` can replay."""
+
+    keep: Literal["all", "log"] | Annotated[int, Field(ge=1)] = Field(
+        "log",
+        description="all; the newest commits, by number; or log: about 2·log2(rounds) of them, so that a "
+        "replay computes at most twice the rounds since any given one",
+    )
+
+    def keeps(self, number: int, last: int) -> bool:
+        """Whether the commit of round ``number`` is kept after round ``last``.
+
+        With ``"log"``, a round is kept up to the age of 4 · (p - 1), where p is the largest power of two that
+        divides it. The d + 1 rounds of ages d to 2d include a multiple of some p > (d + 1) / 2, and
+        2d <= 4 · (p - 1).
+
+        >>> [number for number in range(1, 41) if CheckpointConfig(keep="log").keeps(number, 40)]
+        [16, 24, 28, 32, 36, 38, 40]
+        >>> [number for number in range(1, 41) if CheckpointConfig(keep=2).keeps(number, 40)]
+        [39, 40]
+        """
+        if self.keep == "log":
+            return last - number <= 4 * ((number & -number) - 1)
+        return self.keep == "all" or last - number < self.keep
 
 
 @dataclass(frozen=True)

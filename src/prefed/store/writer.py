@@ -14,6 +14,7 @@ from prefed.core import files
 from prefed.core.records import RoundRecord, Summary
 from prefed.store import directory
 from prefed.store.commit import (
+    CheckpointConfig,
     Commit,
     Digests,
     RoundStarts,
@@ -27,7 +28,6 @@ from prefed.store.commit import (
     read_state,
     write_commit,
 )
-from prefed.store.kept import CheckpointConfig
 from prefed.store.reader import plain, records_in
 from prefed.store.states import ClientStateFiles, NodeStates
 

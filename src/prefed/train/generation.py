@@ -27,7 +27,6 @@ from prefed.core.strict_settings import StrictModel
 from prefed.data import Message, Pair, Prompt, Template
 from prefed.data.encoding import continuation_text
 from prefed.models import Backbone
-from prefed.models.tastes import tasting
 from prefed.train.metrics.text import WrittenAnswer, without_numbers
 from prefed.train.packed import NAME as PACKED
 from prefed.train.padded import PaddedForward
@@ -164,7 +163,7 @@ def complete(
     with (
         torch.inference_mode(),
         torch.random.fork_rng(devices=devices),
-        tasting(backbone.taste_map, tastes),
+        backbone.tasting(tastes),
     ):
         torch.manual_seed(key.number())
         output = backbone.causal.generate(
@@ -265,7 +264,7 @@ def complete_batch(
     head = backbone.causal.get_output_embeddings()
     # For a slice, a CPU would copy the head's weights once per prompt.
     contiguous = head.register_forward_pre_hook(lambda _, rows: tuple(each.contiguous() for each in rows))
-    with contiguous, _usual_attention(backbone), torch.inference_mode(), tasting(backbone.taste_map, tastes):
+    with contiguous, _usual_attention(backbone), torch.inference_mode(), backbone.tasting(tastes):
         output = backbone.causal.generate(
             ids,
             attention_mask=mask,

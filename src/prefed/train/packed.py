@@ -23,7 +23,6 @@ from prefed.data import Pair
 from prefed.models import Backbone
 from prefed.models.families import Family
 from prefed.models.pretrained import brief, own_forward
-from prefed.models.tastes import tasting
 from prefed.train.logprobs import token_logprobs
 from prefed.train.padded import PairForward, log_odds
 
@@ -644,7 +643,7 @@ def trunk_hidden(backbone: Backbone, packing: Packing, tastes: torch.Tensor | No
     token = _packed.set(True)
     lengths = [segment.length for segment in packing.segments]
     try:
-        with tasting(backbone.taste_map, tastes, lengths):
+        with backbone.tasting(tastes, lengths):
             backbone.trunk(
                 input_ids=packing.ids, position_ids=packing.positions, use_cache=False, packing=packing
             )

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from prefed.data import Pair
 from prefed.models import Backbone
-from prefed.models.tastes import tasting
 
 Letters = tuple[int, int]
 """Token ids of the letters A and B."""
@@ -126,7 +125,7 @@ class PaddedForward(PairForward):
         backbone = self.backbone
         ids, attention, completion = pad(pairs, rejected=rejected, device=backbone.device)
         predicting = shifted(completion)
-        with tasting(backbone.taste_map, by_response(tastes, rejected=rejected)):
+        with backbone.tasting(by_response(tastes, rejected=rejected)):
             logits, out = logits_at(
                 backbone.causal,
                 predicting,
@@ -160,7 +159,7 @@ class PaddedChoices(PaddedForward):
         ids, attention, _ = pad(inputs, device=self.backbone.device)
         lengths = [len(prompt) + len(branch) for prompt, *branches in inputs for branch in branches]
         last = F.one_hot(torch.tensor(lengths) - 1, ids.shape[1]).bool()
-        with tasting(self.backbone.taste_map, by_response(tastes)):
+        with self.backbone.tasting(by_response(tastes)):
             logits, _ = logits_at(self.backbone.causal, last, input_ids=ids, attention_mask=attention)
         targets = [int(branch[-1]) for pair in pairs for branch in (pair.chosen, pair.rejected)]
         return log_odds(

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from prefed.core import Key, Objective, PhaseResult, Tensors
 from prefed.data import Pair
 from prefed.models import Backbone, ModelError
-from prefed.models.tastes import tasting
 from prefed.train.logprobs import token_terms
 from prefed.train.losses import PPO
 from prefed.train.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
@@ -248,7 +247,7 @@ def token_outputs(
 def _plain(backbone: Backbone, pairs: Sequence[Pair], tastes: torch.Tensor | None) -> TokenOutputs:
     ids, attention, completion = pad(pairs, device=backbone.device)
     at = shifted(completion)
-    with tasting(backbone.taste_map, by_response(tastes)):
+    with backbone.tasting(by_response(tastes)):
         logits, out = logits_at(
             backbone.causal, at, input_ids=ids, attention_mask=attention, output_hidden_states=True
         )

@@ -25,7 +25,8 @@ import torch
 from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
 from prefed.data import Pair, Template
 from prefed.data.responses import ResponseEncoder
-from prefed.models.tastes import CAP, PROTOTYPES, VariationalSelector, Z
+from prefed.models.config import PROTOTYPES
+from prefed.models.tastes import CAP, VariationalSelector, Z
 from prefed.train.feedback import CHOICES
 from prefed.train.losses import CHOICE, LATENT, LossOutput, ObjectiveSpec
 from prefed.train.losses.tastes import (

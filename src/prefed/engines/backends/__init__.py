@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prefed.engines.backend import Backend, BackendSettings, JobFactory
-from prefed.engines.backends.processes import WorkerProcesses, check_devices
-from prefed.engines.backends.worker_pool import WorkerError
+from prefed.engines.backend import Backend, BackendSettings, JobFactory, WorkerError
 from prefed.engines.job import Job
 from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task
 
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKENDS",
     "InProcess",
-    "WorkerProcesses",
     "check_backend",
-    "check_devices",
 ]
 
 
@@ -73,11 +69,17 @@ def _ray(job: Job, factory: JobFactory, states: ClientStates, settings: BackendS
     return RayActors(job, factory, states, settings)
 
 
+def _processes(job: Job, factory: JobFactory, states: ClientStates, settings: BackendSettings) -> Backend:
+    from prefed.engines.backends.processes import WorkerProcesses
+
+    return WorkerProcesses(factory, states, settings)
+
+
 BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings], Backend]] = {
     "in_process": lambda job, factory, states, settings: InProcess(
         job, states, settings.threads, settings.lockstep
     ),
-    "processes": lambda job, factory, states, settings: WorkerProcesses(factory, states, settings),
+    "processes": _processes,
     "ray": _ray,
 }
 """Name → constructor of a backend. ``tests/laws/test_engine_laws.py`` tests all of them."""

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -29,13 +28,12 @@ from typing import Any
 import torch
 
 from prefed.core.openmp import openmp_settings
-from prefed.engines.backend import JobFactory
+from prefed.engines.backend import JobFactory, WorkerError, check_devices
 from prefed.engines.backends.worker_pool import (
     LostError,
     Pool,
     PoolWorker,
     TaskServer,
-    WorkerError,
     answer_of,
 )
 from prefed.engines.tasks import Task
@@ -175,24 +173,6 @@ class WorkerProcesses(Pool[Worker]):
         groups = [",".join(devices[n : n + size]) for n in range(0, len(devices) - size + 1, size)]
         taken = Counter(worker.device for worker in (*self._idle, *self._busy))
         return min(groups, key=lambda group: taken[group])
-
-
-def check_devices(devices: Sequence[str]) -> list[int]:
-    """The numbers of CUDA devices such as ``"cuda:1"``.
-
-    Raises:
-        WorkerError: a device does not exist.
-    """
-    count = torch.cuda.device_count()
-    numbers = [int(name.partition(":")[2]) for name in devices]
-    missing = [name for name, number in zip(devices, numbers, strict=True) if number >= count]
-    if missing:
-        seen = ", ".join(f"cuda:{n}" for n in range(count)) or "none"
-        raise WorkerError(
-            f"[engine] devices = {list(devices)!r}: {missing[0]!r} does not exist; CUDA devices of this "
-            f"machine: {seen}. Remove [engine] devices to use all of them"
-        )
-    return numbers
 
 
 def serve(handle: int) -> None:

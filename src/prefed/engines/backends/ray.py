@@ -30,14 +30,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed.engines.backend import BackendSettings, JobFactory
+from prefed.engines.backend import BackendSettings, JobFactory, WorkerError
 from prefed.engines.backends.worker_pool import (
     LOOK,
     LostError,
     Pool,
     PoolWorker,
     TaskServer,
-    WorkerError,
     answer_of,
 )
 from prefed.engines.job import Job

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from prefed.core.text import is_ours
-from prefed.engines.backend import Backend, BackendSettings, JobFactory, peak_memory_mb
+from prefed.engines.backend import Backend, BackendSettings, JobFactory, WorkerError, peak_memory_mb
 from prefed.engines.tasks import ClientStates, MemoryStates, Task, TaskResult, run_task
 
 _log = logging.getLogger("prefed")
@@ -31,18 +31,6 @@ ATTEMPTS = 3
 """Attempts per task, and consecutive failed starts per worker of the pool, before the run ends."""
 LOOK = 2.0
 """Seconds between two checks of deadlines and of the cluster."""
-
-
-class WorkerError(RuntimeError):
-    """Workers died, exceeded a time limit or failed in a task. The run can be resumed.
-
-    Args:
-        trace: traceback of the worker; empty if it died or if the message suffices.
-    """
-
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(f"{message}:\n{trace}" if trace else message)
-        self.trace = trace
 
 
 class LostError(Exception):

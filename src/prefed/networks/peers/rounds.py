@@ -12,8 +12,8 @@ import torch
 from prefed.core import Download, Exchange, Layout, Round, State, Tensors, Upload
 from prefed.core.wire import encode
 from prefed.engines.base_rounds import Course, Tally
+from prefed.engines.cohorts import ScheduledRound
 from prefed.engines.neighbours import in_proportion
-from prefed.engines.simulated_fleet import ScheduledRound
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload
 from prefed.merge.mixing import mix_row, neighbours, without_edges

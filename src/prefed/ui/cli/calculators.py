@@ -99,7 +99,7 @@ def rho_of(graph: str, clients: int) -> float:
 
     from prefed.core import Key
     from prefed.core.text import did_you_mean
-    from prefed.merge.graphs import GraphConfig, GraphName
+    from prefed.merge.config import GraphConfig, GraphName
     from prefed.merge.mixing import Topology
 
     fixed = [name for name in get_args(GraphName) if name not in ("erdos_renyi", "edges", "matrix")]
