@@ -35,7 +35,7 @@ from prefed.core import Download, Key, Layout, Tensors
 from prefed.core.wire import decode_upload, encode
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import Task
-from prefed.engines.evaluation import evaluate_client
+from prefed.engines.tasks import evaluate_client
 from prefed.models.pretrained import silence_transformers
 from prefed.models.tiny import make_tiny
 from prefed.networks.federation.audit_log import SentLog

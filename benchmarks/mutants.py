@@ -226,7 +226,7 @@ MUTANTS = tuple(
             "engines/test_diagnostics.py",
         ),
         (
-            "engines/evaluation.py",
+            "engines/tasks.py",
             "shared = pair_figures(job, score(job.shared(published)))",
             "shared = pair_figures(job, score(model))",
             "engines/test_personal_runs.py",

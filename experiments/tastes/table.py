@@ -25,7 +25,7 @@ from clients import AS_IT_IS, REVERSED, read
 from prefed import load_run
 from prefed.config import Experiment
 from prefed.core import Tensors, files
-from prefed.engines.evaluation import pair_figures
+from prefed.engines.tasks import pair_figures
 from prefed.merge.posteriors import active_units
 from prefed.runs.loaded_run import LoadedRun
 from prefed.runs.tastes import read_tastes

@@ -11,7 +11,7 @@ from tests.engines.test_privacy import Eavesdropper
 import toy
 from prefed.core import Key
 from prefed.core.wire import encode
-from prefed.engines import InProcess, base_rounds, privacy
+from prefed.engines import InProcess, privacy
 from prefed.engines.cohorts import draw_cohort
 from prefed.networks.peers.run import of_peer
 from prefed.store import RunReader, RunWriter, StoreError
@@ -26,7 +26,7 @@ UNIFORM = {"method": "feddpo", "merge": {"weights": "uniform"}, "rounds": 3}
 @pytest.fixture(autouse=True)
 def accountant(monkeypatch):
     """ε = number of releases: what the accountant makes of them is asked in its own tests."""
-    monkeypatch.setattr(base_rounds, "require", lambda: None)
+    monkeypatch.setattr(accountant, "require", lambda: None)
     monkeypatch.setattr(privacy.Guarantee, "epsilon", lambda self, releases, delta: float(releases))
 
 

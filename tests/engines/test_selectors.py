@@ -13,7 +13,7 @@ import toy
 from prefed.core.wire import decode_upload, encode
 from prefed.engines import BACKENDS, InProcess, ServerRounds
 from prefed.engines.config import EvaluateConfig
-from prefed.engines.evaluation import evaluate_client, evaluate_newcomer
+from prefed.engines.tasks import evaluate_client, evaluate_newcomer
 from prefed.store import RunReader, RunWriter
 from toy import Warned
 

@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from prefed.data.errors import DataError, RowError
-from prefed.data.limits import limited
 from prefed.data.record import Message, Prompt, Record, plain_prompt
 
 if TYPE_CHECKING:
@@ -282,6 +281,8 @@ class Template:
         return response if response[:1].isspace() else " " + response
 
     def _render(self, messages: tuple[Message, ...], *, generate: bool) -> str:
+        from prefed.data.limits import limited
+
         conversation = plain_prompt(self._marked(messages))
         what = "the chat template that comes with the tokenizer"
         try:

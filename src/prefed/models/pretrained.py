@@ -7,14 +7,13 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
-from prefed.core import huggingface
 from prefed.core.text import listed
 from prefed.models.config import Dtype, ModelConfig, present_devices
 
@@ -157,6 +156,12 @@ def silence_transformers() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\b")
 
 
+def _in_reach() -> AbstractContextManager[bool]:
+    from prefed.core.huggingface import in_reach
+
+    return in_reach()
+
+
 def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -> Any:
     """Return ``kind.from_pretrained(name, **options)``, from a folder, the hub or the hub's cache.
 
@@ -194,7 +199,7 @@ def load_pretrained(kind: Any, key: str, name: str, what: str, **options: Any) -
     # Not a valid hub name, so it must be a folder. The message of the hub client would be misleading.
     elif name[:1] in ("/", ".", "~") or name.count("/") > 1:
         raise ModelError(f"{key} = {name!r}: no such folder; {NEEDED}")
-    with nullcontext(True) if folder.is_dir() else huggingface.in_reach() as answers:
+    with nullcontext(True) if folder.is_dir() else _in_reach() as answers:
         try:
             is_model = kind.__name__.startswith("AutoModel")
             if is_model:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prefed.core.text import pluralize
-from prefed.engines.evaluation import Score, evaluate_client, evaluate_newcomer, pair_figures
+from prefed.engines.tasks import Score, evaluate_client, evaluate_newcomer, pair_figures
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
 from prefed.runs.tastes import OWN, is_one_taste, split_taste
@@ -34,7 +34,7 @@ class Evaluation:
     Attributes:
         what: the evaluated pairs, e.g. ``"test pairs"``.
         pairs: client → number of evaluated pairs.
-        figures: name of a metric, as in :func:`prefed.engines.evaluation.evaluate_client`, → values over
+        figures: name of a metric, as in :func:`prefed.engines.tasks.evaluate_client`, → values over
             clients.
         unseen: number of local steps → preference accuracy of the clients that never took part; the key is
             ``pairs/K`` if their tastes were inferred from K pairs, and ``taste`` if that is set.

@@ -32,7 +32,7 @@ from prefed.core import ClientTrainer, Download, Key, Method, Objective, Owner, 
 from prefed.core.text import did_you_mean, listed
 from prefed.core.wire import decode_state
 from prefed.engines import ClientStates, Job
-from prefed.engines.evaluation import pair_figures
+from prefed.engines.tasks import pair_figures
 from prefed.merge.posteriors import Posterior, active_units, summarize
 from prefed.methods.base.tastes import POPULATION, PROTOTYPES, Z, posteriors
 from prefed.models import Backbone

@@ -125,10 +125,14 @@ def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, consol
     from prefed.runs.finished_run import tastes_in
     from prefed.runs.metrics import groupings_of
     from prefed.runs.run import run as run_experiment
-    from prefed.ui.pages.page import public_page
     from prefed.ui.pages.terminal import print_result, result_line
 
-    result = run_experiment(experiment, path, resume=resume, callbacks=terminal(console), page=public_page)
+    page: Callable[[Path], str] | None = None
+    if experiment.track is not None:
+        from prefed.ui.pages.page import public_page
+
+        page = public_page
+    result = run_experiment(experiment, path, resume=resume, callbacks=terminal(console), page=page)
     if as_json:
         print_json(result.summary)
     elif console.quiet:

@@ -15,6 +15,7 @@ from prefed.core.records import Summary, metrics_of_clients
 from prefed.core.text import duration, pluralize, printable, printable_lines, size
 from prefed.runs.data_notices import CUT, LEFT_OUT
 from prefed.runs.metrics import (
+    Agreement,
     Grouping,
     agreements,
     figures_of,
@@ -30,7 +31,6 @@ from prefed.train.metrics import (
     small_clients_note,
     words_of,
 )
-from prefed.ui.pages.selector_agreement import agreement_table
 from prefed.ui.pages.tables import (
     LISTED,
     Row,
@@ -41,8 +41,6 @@ from prefed.ui.pages.tables import (
     unseen_table,
     without_repeated_tenth,
 )
-from prefed.ui.pages.tastes import tastes_line
-from prefed.ui.pages.text_health import health_table, text_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,6 +68,8 @@ def print_result(
     console.print(terminal(_clients(summary, more or {})))
     console.print(verdict(summary), soft_wrap=True)
     if "text" in summary:
+        from prefed.ui.pages.text_health import health_table, text_line
+
         console.print(terminal(health_table(summary["text"])))
         style = "yellow" if broken_text(summary["text"]) else None
         console.print(text_line(summary["text"]), soft_wrap=True, style=style)
@@ -92,14 +92,15 @@ def print_result(
         text = f"clients excluded for invalid uploads: {', '.join(summary['set_aside'])}"
         console.print(text, markup=False, soft_wrap=True, style="yellow")
     selectors = agreements(summary, groupings[-1].clusters if groupings else ())
-    if table := agreement_table(selectors, f"{summary['split']} pairs"):
-        console.print(terminal(table))
+    _print_agreement(selectors, f"{summary['split']} pairs", console)
     if groupings:
         last = groupings[-1]
         sizes = ", ".join(f"{len(clients):,}" for clients in last.clusters)
         moved = pluralize(len(last.moved), "client", "clients")
         console.print(f"clusters of {sizes} clients since round {last.round}, when {moved} moved")
     if tastes:
+        from prefed.ui.pages.tastes import tastes_line
+
         style = "yellow" if tastes["collapsed"] else None
         console.print(tastes_line(tastes), markup=False, soft_wrap=True, style=style)
     if "privacy" in summary:
@@ -114,6 +115,14 @@ def print_result(
         f"{summary['seconds']:.1f} s, peak memory {summary['peak_memory_mb']:.0f} MiB",
         soft_wrap=True,
     )
+
+
+def _print_agreement(selectors: Sequence[Agreement], pairs: str, console: Console) -> None:
+    if selectors:
+        from prefed.ui.pages.selector_agreement import agreement_table
+
+        if table := agreement_table(selectors, pairs):
+            console.print(terminal(table))
 
 
 def verdict(summary: Summary) -> str:
@@ -268,8 +277,7 @@ def print_evaluation(evaluation: Evaluation, name: str, console: Console) -> Non
         console.print(terminal(unseen_table(evaluation.unseen, evaluation.taste)))
     if evaluation.unseen_selectors:
         pairs = "pairs of clients that never trained,"
-        if table := agreement_table(agreements(evaluation.unseen_selectors), pairs):
-            console.print(terminal(table))
+        _print_agreement(agreements(evaluation.unseen_selectors), pairs, console)
     for note in evaluation.notes:
         console.print(note, markup=False, soft_wrap=True)
 
