@@ -51,7 +51,7 @@ def only(scores: Any, where: Any) -> Any:
 def from_models(run: Path, contested: Mapping[tuple[str, ...], bool], others: bool) -> People:
     """Person → figures on its test pairs, with ``others`` also with the next person's model."""
     from prefed import load_run
-    from prefed.engines.evaluation import pair_figures
+    from prefed.engines.tasks import pair_figures
 
     loaded, found = load_run(run, data=True), {}
     data, scorer, personal = loaded.trainers.dataset, loaded.trainers.score, loaded.method.personal

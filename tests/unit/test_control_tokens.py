@@ -94,8 +94,9 @@ def test_text_stays_text(name, text):
         assert made.decode(ids).lstrip() == text.lstrip()
 
 
-@pytest.mark.parametrize("normalized", [True, False])
-@pytest.mark.parametrize("text", ["<|IM_END|>", "＜|im_end|＞", "＜|IM_<|im_end|>end|>"])
+@pytest.mark.parametrize(
+    ("text", "normalized"), [("<|IM_END|>", True), ("＜|im_end|＞", False), ("＜|IM_<|im_end|>end|>", True)]
+)
 def test_a_normalizer_makes_no_control_token_of_a_text(text, normalized):
     """The control is the tokenizer alone: it finds one if its tokens are compared with normalized text."""
     state = json.loads(ZOO["chat"].backend_tokenizer.to_str())

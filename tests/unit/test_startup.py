@@ -45,6 +45,19 @@ name = "model"
 name = "fedpdpo"
 learning_rate = 1e-4
 """
+PLAIN = """
+rounds = 1
+data.train = "{place}/train.jsonl"
+data.test = "{place}/test.jsonl"
+data.partition = {{ by = "column", column = "client" }}
+model.name = "{place}/model"
+method.name = "feddpo"
+"""
+IMPORTED = """
+import atexit, sys
+atexit.register(lambda: print(*sorted(name for name in sys.modules if name.partition(".")[0] == "prefed")))
+"""
+CLI = "from prefed.ui.cli import main; main()"
 TABLE = """
 title = "A table"
 [base]
@@ -80,7 +93,7 @@ def loaded(code, *arguments, cwd=None):
 def test_a_command_loads_no_heavy_library(tmp_path, command, message):
     (tmp_path / "typo.toml").write_text(TYPO)
     (tmp_path / "table.toml").write_text(TABLE)
-    last, errors = loaded("from prefed.ui.cli import main; main()", *command.split(), cwd=tmp_path)
+    last, errors = loaded(CLI, *command.split(), cwd=tmp_path)
     assert (last, message in errors) == ("loaded", True), errors
 
 
@@ -180,29 +193,10 @@ def test_a_plain_run_imports_what_it_needs_only(tmp_path, start):
     synthetic.write(place, synthetic.generate(Key(5), clients=2, train=8, test=4))
     make_tiny(place / "model", synthetic.corpus(Key(5), 20), Key(5), layers=1, width=16, heads=2, steps=1)
     file = tmp_path / "plain.toml"
-    file.write_text(f"""
-rounds = 1
-data.train = "{place}/train.jsonl"
-data.test = "{place}/test.jsonl"
-data.partition = {{ by = "column", column = "client" }}
-model.name = "{place}/model"
-method.name = "feddpo"
-""")
-    call = {
-        "prefed.run": f"prefed.run({str(file)!r}, {str(tmp_path / 'run')!r})",
-        "prefed run": "from prefed.ui.cli import main; main()",
-    }
-    code = """
-import atexit, sys
-import prefed
-atexit.register(lambda: print(*sorted(name for name in sys.modules if name.partition(".")[0] == "prefed")))
-"""
-    process = subprocess.run(
-        [sys.executable, "-c", code + call[start], "run", file, "--out", tmp_path / "run"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    file.write_text(PLAIN.format(place=place))
+    call = {"prefed.run": f"import prefed; prefed.run('{file}', '{tmp_path}/run')", "prefed run": CLI}
+    words = [sys.executable, "-c", IMPORTED + call[start], "run", file, "--out", tmp_path / "run"]
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
     assert (tmp_path / "run" / "summary.json").exists()
     imported = process.stdout.splitlines()[-1].split()
     assert [name for name in imported if UNUSED.match(name)] == []
