@@ -208,7 +208,7 @@ MUTANTS = tuple(
             "engines/test_stopping.py",
         ),
         (
-            "engines/job.py",
+            "engines/cohorts.py",
             "if coin * clients < size]",
             "if coin * clients > size]",
             "engines/test_noise.py",

@@ -26,7 +26,7 @@ UNIFORM = {"method": "feddpo", "merge": {"weights": "uniform"}, "rounds": 3}
 @pytest.fixture(autouse=True)
 def accountant(monkeypatch):
     """ε = number of releases: what the accountant makes of them is asked in its own tests."""
-    monkeypatch.setattr(accountant, "require", lambda: None)
+    monkeypatch.setattr("prefed.privacy.accountant.require", lambda: None)
     monkeypatch.setattr(privacy.Guarantee, "epsilon", lambda self, releases, delta: float(releases))
 
 
