@@ -196,10 +196,8 @@ def test_a_plain_run_imports_what_it_needs_only(tmp_path, start):
     file.write_text(PLAIN.format(place=place))
     call = {"prefed.run": f"import prefed; prefed.run('{file}', '{tmp_path}/run')", "prefed run": CLI}
     words = [sys.executable, "-c", IMPORTED + call[start], "run", file, "--out", tmp_path / "run"]
-    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    imported = subprocess.check_output(words, text=True).splitlines()[-1].split()
     assert (tmp_path / "run" / "summary.json").exists()
-    imported = process.stdout.splitlines()[-1].split()
     assert [name for name in imported if UNUSED.match(name)] == []
-    methods = set(imported) & {f"prefed.methods.{name}" for name in METHODS}
-    assert methods == {"prefed.methods.feddpo"}
+    assert set(imported) & {f"prefed.methods.{name}" for name in METHODS} == {"prefed.methods.feddpo"}
     assert len(imported) <= CLOSURE[start], f"{len(imported)} files of prefed: {' '.join(imported)}"
