@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,9 @@ from prefed.train.metrics import health_sentence
 class SentLog:
     """The audit log of a site, one file per month.
 
+    Each line has its number, and the SHA-256 of the line before it, so that a change is found. Lines that an
+    earlier version of prefed wrote have neither.
+
     Args:
         folder: created with access for its owner only.
     """
@@ -35,34 +41,141 @@ class SentLog:
         self._folder = folder
         files.private_folder(folder)
 
-    def add(self, what: str, **fields: Any) -> None:
-        """Append an entry. Empty fields are left out."""
+    def add(self, what: str, **fields: Any) -> str:
+        """Append an entry; return the SHA-256 of its line. Empty fields are left out."""
         now = datetime.now(UTC)
         entry = {"time": now.isoformat(timespec="seconds"), "what": what}
         entry |= {name: value for name, value in fields.items() if value not in (None, "", 0, {}, [])}
-        # The hub may send lone surrogates: they are written as JSON escapes.
-        line = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        path = self._folder / f"{now:%Y-%m}.jsonl"
-        # A line may have been cut off on a full disk: the next entry starts a new one.
-        files.append(path, line if _is_whole(path) else b"\n" + line, mode=0o600)
+        handle = os.open(self._folder, os.O_RDONLY)
+        try:
+            # The site and its administrator's commands may write at once.
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            last, numbered, cut = b"", 0, False
+            for at_end, line in self._backwards():
+                last, cut = (last, cut) if last else (line, not at_end)
+                if numbered := _parsed(line).get("number", 0):
+                    break
+            entry |= {"number": numbered + 1, "before": _sha256(last)}
+            # The hub may send lone surrogates: they are written as JSON escapes.
+            text = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace")
+            # If the clock was set back, the entry still follows the last one.
+            path = max([self._folder / f"{now:%Y-%m}.jsonl", *self._folder.glob("*.jsonl")])
+            # A line may have been cut off on a full disk: the next entry starts a new one.
+            files.append(path, (b"\n" if cut else b"") + text + b"\n", mode=0o600)
+        finally:
+            os.close(handle)
+        return _sha256(text)
+
+    def lines(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the place and the bytes of each line, oldest first."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+                if line:
+                    yield f"{path}, line {number}", line
+
+    def _backwards(self) -> Iterator[tuple[bool, bytes]]:
+        """Yield each line, newest first, and whether a newline ends it."""
+        for path in sorted(self._folder.glob("*.jsonl"), reverse=True):
+            if not path.stat().st_size:
+                continue
+            with path.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as text:
+                end = len(text)
+                while end > 0:
+                    start = text.rfind(b"\n", 0, end) + 1
+                    if start < end:
+                        yield end < len(text), text[start:end]
+                    end = start - 1
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """Yield all entries, oldest first. Truncated lines are skipped."""
-        for path in sorted(self._folder.glob("*.jsonl")):
-            for line in path.read_bytes().splitlines():
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue
+        return filter(None, (_parsed(line) for _, line in self.lines()))
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether a file is missing, empty or ends with a newline."""
-    if not path.exists() or not path.stat().st_size:
-        return True
-    with path.open("rb") as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read() == b"\n"
+def _parsed(line: bytes) -> dict[str, Any]:
+    """The entry of a line; empty if it was cut off."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _sha256(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()
+
+
+@dataclass
+class Chain:
+    """What a check of a log found.
+
+    Attributes:
+        lines: number of lines, with those from before the chain.
+        older: number of lines from before the chain, which nothing protects.
+        start: place of the first line of the chain.
+        head: SHA-256 of the last line.
+        faults: altered, missing and reordered lines, each with its place.
+        cut: places of lines that were cut off while they were written.
+    """
+
+    lines: int = 0
+    older: int = 0
+    start: str = ""
+    head: str = ""
+    faults: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
+
+
+def check_chain(log: SentLog, known: str | None = None) -> Chain:
+    """Check that no line of a log was altered, removed or moved.
+
+    Args:
+        known: SHA-256 of a line that the log had earlier. Only this reveals that the last lines were removed,
+            or that all lines after a change were written again.
+    """
+    chain, number, before, last = Chain(), 1, _sha256(b""), ""
+    hashes = set[str]()
+    for place, line in log.lines():
+        entry = _parsed(line)
+        if not entry:
+            chain.cut.append(place)
+        elif "number" not in entry and not chain.start:
+            chain.older += 1
+        else:
+            found = entry.get("number")
+            first = not chain.start
+            chain.start = chain.start or place
+            if not isinstance(found, int):
+                chain.faults.append(f"{place}: has no number, although the lines above have")
+                found = number - 1
+            elif found > number:
+                missing = f"line {number}" if found == number + 1 else f"lines {number} to {found - 1}"
+                chain.faults.append(f"{place}: {missing} of the log missing above")
+            elif found < number:
+                chain.faults.append(f"{place}: line {found} of the log is repeated or out of order")
+            elif entry.get("before") != before:
+                where = last if last else "the line above"
+                chain.faults.append(f"{place}: {where} was altered" if not first else f"{place}: was altered")
+            number = found + 1
+        chain.lines += 1
+        before, last = _sha256(line), place
+        hashes.add(before)
+    chain.head = before
+    if known is not None and known not in hashes:
+        chain.faults.append(f"no line has the SHA-256 {known}: lines were removed or written again")
+    return chain
+
+
+def evidence(config: SiteConfig, chain: Chain) -> dict[str, Any]:
+    """The whole log and its check, for an auditor: the SHA-256 of each line is in the next one."""
+    log = SentLog(Path(config.state) / "log")
+    return {
+        "federation": config.federation,
+        "site": config.name,
+        "prefed": own_version("prefed"),
+        "exported": datetime.now(UTC).isoformat(timespec="seconds"),
+        **asdict(chain),
+        "log": [line.decode(errors="backslashreplace") for _, line in log.lines()],
+    }
 
 
 def contents(kind: str, message: bytes) -> dict[str, Any]:

@@ -68,6 +68,11 @@ class Limits(StrictModel):
         description="names of installed code from outside prefed that an experiment may use: entry points or "
         "PACKAGE.MODULE:OBJECT; default: none",
     )
+    approval: Literal["runs", "code"] | None = Field(
+        None,
+        description="what must be approved with `prefed site approve` before it starts: each run (settings and "
+        "code), or each version of code from outside prefed; default: nothing",
+    )
     exchanges: list[str] | None = Field(None, description="allowed exchanges; default: all")
     rounds: int = Field(1000, ge=1, description="maximum number of rounds of a run")
     threads: int | None = Field(

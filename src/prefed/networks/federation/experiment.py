@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,14 @@ def with_real_clients(experiment: Experiment) -> Experiment:
 WHERE = "the hub's experiment with this site's data and model"
 
 
-def own_experiment(text: str, config: SiteConfig) -> Experiment:
+def own_experiment(text: str, config: SiteConfig, withdrawn: Collection[str] = ()) -> Experiment:
     """The hub's experiment with this site's data, model and threads.
 
     No path and no model that the hub names is read on this machine, and no code from outside prefed is used
     except what ``[limits] code`` names.
+
+    Args:
+        withdrawn: clients of the site that no run has any more.
 
     Raises:
         ConfigError: the result is not a valid experiment, or the hub uses a table that a federation does not
@@ -99,6 +102,8 @@ def own_experiment(text: str, config: SiteConfig) -> Experiment:
         if table in tables:
             raise ConfigError(f"[{table}] is not available in a federation: remove it")
     data = {key: value for key, value in _table(tables, "data").items() if key not in OWN_DATA}
+    if withdrawn and isinstance(exclude := data.get("exclude", []), list):
+        data["exclude"] = [*exclude, *sorted({*withdrawn} - {*map(str, exclude)})]
     model = {**_table(tables, "model"), "name": config.model.name}
     if config.model.device is not None:
         model["device"] = config.model.device
@@ -146,13 +151,15 @@ def check_code(experiment: Experiment, hub: Mapping[str, Mapping[str, str]]) -> 
             )
 
 
-def started_experiment(order: Mapping[str, Any], config: SiteConfig) -> Experiment:
+def started_experiment(
+    order: Mapping[str, Any], config: SiteConfig, withdrawn: Collection[str] = ()
+) -> Experiment:
     """The site's experiment for a started run, including which clients never train.
 
     Raises:
         ConfigError: as :func:`own_experiment` and :func:`check_code`.
     """
-    experiment = own_experiment(order["experiment"], config)
+    experiment = own_experiment(order["experiment"], config, withdrawn)
     check_code(experiment, order.get("code", {}))
     unseen = {"evaluate": experiment.evaluate.model_copy(update={"unseen": order["unseen"]})}
     return experiment.model_copy(update=unseen)

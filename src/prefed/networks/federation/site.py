@@ -24,6 +24,12 @@ from prefed.engines.backends.processes import Worker
 from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog, contents
 from prefed.networks.federation.config import SiteConfig, check_places
+from prefed.networks.federation.decisions import (
+    check_approved,
+    check_withdrawn,
+    run_digest,
+    withdrawn,
+)
 from prefed.networks.federation.experiment import (
     check_code,
     own_dataset,
@@ -64,6 +70,7 @@ from prefed.networks.federation.vault import Vault, site_secret
 from prefed.privacy import Grid, flat_steps, source_of
 from prefed.privacy.secure import Identity, Participant, SecureError
 from prefed.privacy.secure import check_members as check_sites
+from prefed.runs.build import code_digests
 from prefed.runs.data_notices import data_notices
 from prefed.store.directory import lock
 
@@ -99,6 +106,7 @@ class Site:
         self._held: int | None = lock(self._state, remedy="stop it first: only one process may use it")
         self._secret = site_secret(self._state)
         self.log = SentLog(self._state / "log")
+        self._withdrawn = withdrawn(config)
         self._turn = Lock()
         self._run, self._order, self._fingerprint = "", "", ""
         self._exchanges: list[str] = []
@@ -196,12 +204,15 @@ class Site:
     def _join(self, run: str, text: str, code: dict[str, dict[str, str]]) -> bytes:
         """Read the experiment of a run and report the site's clients."""
         try:
-            experiment = own_experiment(text, self.config)
+            known = self._read_order(run)
+            check_withdrawn(self._withdrawn, known and known["names"])
+            experiment = own_experiment(text, self.config, self._withdrawn)
             check_experiment(experiment, self.config)
             check_code(experiment, code)
-            known = self._read_order(run)
+            asked = run_digest(text, experiment), code_digests(experiment)
+            check_approved(text, experiment, self.config)
             if known is not None:
-                check_same(run, own_experiment(known["experiment"], self.config), experiment)
+                check_same(run, own_experiment(known["experiment"], self.config, self._withdrawn), experiment)
         except ConfigError as error:
             raise RefusalError(str(error)) from error
         dataset = own_dataset(experiment, self._state / "cache")
@@ -215,9 +226,8 @@ class Site:
         clients = {reported: list(dataset.sizes[name]) for name, reported in names.items()}
         order = known or {"data": dataset.fingerprint, "round": 0}
         self._write_order(run, {**order, "experiment": text, "code": code, "names": names, "pairs": clients})
-        self.log.add(
-            "join", run=run, reported=", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items())
-        )
+        reported = ", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items())
+        self.log.add("join", run=run, reported=reported, digest=asked[0], code=asked[1])
         return pack(clients=clients, versions={name: own_version(name) for name in PACKAGES})
 
     def _start(self, run: str, members: list[str], unseen: list[str]) -> bytes:
@@ -249,8 +259,10 @@ class Site:
         """The experiment of a started run, checked against the limits."""
         if self._experiment is not None and (self._run, self._order) == (run, _digest(order)):
             return self._experiment
-        experiment = started_experiment(order, self.config)
+        check_withdrawn(self._withdrawn, order["names"])
+        experiment = started_experiment(order, self.config, self._withdrawn)
         check_experiment(experiment, self.config)
+        check_approved(order["experiment"], experiment, self.config)
         check_members(experiment, self.config, len({*order["members"]} - {*order["unseen"]}))
         return experiment
 
@@ -453,6 +465,7 @@ class Site:
         order = self._read_order(run) or {}
         if "order" not in order or _digest(order) != request.order:
             return pack(unknown=True)
+        check_withdrawn(self._withdrawn, order["names"])
         rounds = own_experiment(order["experiment"], self.config).rounds
         number = take_in(self._state / "runs" / run, order, rounds, self._secret, request, body)
         self.log.add("published", run=run, round=number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -9,9 +10,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from datetime import datetime
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -29,6 +31,9 @@ from prefed.ui.cli.arguments import (
 from prefed.ui.cli.errors import INTERRUPTED, UsageError, exit_code, interruptible
 from prefed.ui.cli.log import report
 from prefed.ui.cli.output import print_progress, progress_console, terminal
+
+if TYPE_CHECKING:
+    from prefed.networks.federation.config import SiteConfig
 
 
 def federation(
@@ -150,7 +155,9 @@ def site(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="[status|keys|export] CONFIG", help="The site's file, site.toml.", show_default=False
+            metavar="[status|keys|export|log|approve|withdraw] CONFIG [DIGEST|CLIENT]",
+            help="The site's file, site.toml; with approve: and a SHA-256; with withdraw: and a client.",
+            show_default=False,
         ),
     ],
     last: Annotated[int, typer.Option(min=0, help="With status: number of log entries to show.")] = 20,
@@ -176,17 +183,51 @@ def site(
     force: Annotated[
         bool, typer.Option("--force", help="With export: replace the folder if it is an earlier export.")
     ] = False,
+    evidence: Annotated[
+        Path | None,
+        typer.Option("--export", metavar="FILE", help="With log: write the log and its check to a new file."),
+    ] = None,
+    known: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHA256", help="With log: a line that the log must have, from an earlier check."
+        ),
+    ] = None,
+    by: Annotated[str | None, typer.Option(help="With approve and withdraw: who decided.")] = None,
+    reason: Annotated[str | None, typer.Option(help="With approve and withdraw: why.")] = None,
+    until: Annotated[
+        datetime | None,
+        typer.Option(formats=["%Y-%m-%d"], help="With approve: the last day on which it counts (UTC)."),
+    ] = None,
+    everybody: Annotated[bool, typer.Option("--all", help="With withdraw: all clients.")] = False,
 ) -> None:
     """Take part in a federation until stopped.
 
     With status: show the log of requests to the site and its replies. With keys: make the site's key for
     secure sums if it has none, and show its fingerprint and those of the other sites. With export: write the
-    final model of one of the site's clients to a folder that PEFT or transformers loads.
+    final model of one of the site's clients to a folder that PEFT or transformers loads. With log: check that
+    no line of the site's log was altered, removed or moved. With approve: allow a run or a version of code.
+    With withdraw: take part without a client from now on, and delete what the site's state has of it.
     """
-    known = ("status", "keys", "export")
-    word, path = words[0] if len(words) == 2 and words[0] in known else "", Path(words[-1])
+    counts = {"status": 2, "keys": 2, "export": 2, "log": 2, "approve": 3, "withdraw": 2 if everybody else 3}
+    word = words[0] if counts.get(words[0]) == len(words) else ""
+    path = Path(words[1] if word else words[0])
     if len(words) > 1 and not word:
-        raise UsageError("use `prefed site CONFIG`, or `prefed site status`, `keys` or `export` with CONFIG")
+        raise UsageError(
+            "use `prefed site CONFIG`, `prefed site status`, `keys`, `export` or `log` with CONFIG, `prefed "
+            "site approve CONFIG DIGEST`, or `prefed site withdraw CONFIG CLIENT` (or --all)"
+        )
+    decides = word in ("approve", "withdraw")
+    if decides and not (by and reason):
+        raise UsageError(f"prefed site {word} requires --by NAME and --reason TEXT, which the log keeps")
+    for of, wrong in (
+        ("log", {"--export": evidence, "--known": known} if word != "log" else {}),
+        ("approve", {"--until": until} if word != "approve" else {}),
+        ("withdraw", {"--all": everybody} if word != "withdraw" else {}),
+        ("approve` or `prefed site withdraw", {} if decides else {"--by": by, "--reason": reason}),
+    ):
+        if given := [name for name, value in wrong.items() if value]:
+            raise UsageError(f"{given[0]} requires `prefed site {of}`")
     options = {"--run": run, "--client": client, "--out": out, "--merge": merge, "--force": force}
     if word != "export" and (given := [name for name, value in options.items() if value]):
         raise UsageError(f"{given[0]} requires `prefed site export CONFIG`")
@@ -213,6 +254,24 @@ def site(
         for line in prometheus_lines(config) if prometheus else status_lines(config, last):
             typer.echo(line)
         return
+    if word == "log":
+        _check_log(config, evidence, known)
+        return
+    if decides:
+        assert by is not None
+        assert reason is not None
+        from prefed.core.text import printable
+        from prefed.networks.federation import decisions
+
+        if word == "approve":
+            entry = decisions.approve(config, words[2], by, reason, until.date() if until else None)
+        else:
+            client = decisions.ALL if everybody else words[2]
+            deleted, entry = decisions.withdraw(config, client, by, reason)
+            typer.echo("\n".join(f"deleted {printable(each)}" for each in deleted) or "nothing to delete")
+            typer.echo("The hub has to start the runs again that had it; see docs/forgetting.md.")
+        typer.echo(f"logged as {entry}")
+        return
     if word == "keys":
         from prefed.privacy.secure import Identity, fingerprint
 
@@ -233,6 +292,26 @@ def site(
     except KeyboardInterrupt:
         report("stopped", "stopped; private states were kept", "error", code=INTERRUPTED)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _check_log(config: SiteConfig, out: Path | None, known: str | None) -> None:
+    """Check the site's log, and write it with its check to a new file."""
+    from prefed.config import ConfigError
+    from prefed.core.text import pluralize
+    from prefed.networks.federation.audit_log import SentLog, check_chain, evidence
+
+    chain = check_chain(SentLog(Path(config.state) / "log"), known)
+    if out is not None:
+        out.touch(0o600, exist_ok=False)
+        out.write_text(json.dumps(evidence(config, chain), indent=1) + "\n")
+    typer.echo(f"{pluralize(chain.lines, 'line', 'lines')}; the last has SHA-256 {chain.head}")
+    if chain.older:
+        older = pluralize(chain.older, "line", "lines")
+        typer.echo(f"{older} of an earlier version without hashes; checked from {chain.start or 'the next'}")
+    for place in chain.cut:
+        typer.echo(f"{place}: cut off while it was written")
+    if chain.faults:
+        raise ConfigError("\n".join(chain.faults))
 
 
 def _stop(number: int, frame: object) -> NoReturn:

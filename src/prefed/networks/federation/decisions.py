@@ -1,0 +1,130 @@
+"""What a site's administrator decided, as entries of the site's log: approvals and withdrawals."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+from prefed.config import Experiment
+from prefed.core.text import listed
+from prefed.networks.federation.audit_log import SentLog
+from prefed.networks.federation.config import SiteConfig
+from prefed.networks.federation.limits import RefusalError
+from prefed.runs.build import code_digests
+from prefed.store.directory import lock
+
+
+def run_digest(text: str, experiment: Experiment) -> str:
+    """SHA-256 of a run's settings, as the hub sends them, and of its code from outside prefed."""
+    return hashlib.sha256(json.dumps([text, sorted(code_digests(experiment).items())]).encode()).hexdigest()
+
+
+def approve(config: SiteConfig, digest: str, by: str, reason: str, until: date | None) -> str:
+    """Log the approval of a run or of code; return the SHA-256 of the entry.
+
+    Args:
+        until: the last day, in UTC, on which it counts.
+
+    Raises:
+        ValueError: ``digest`` is not a SHA-256.
+    """
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise ValueError(f"{digest!r} is not a SHA-256: copy the digest that the refusal names")
+    log = SentLog(Path(config.state) / "log")
+    last = until.isoformat() if until else None
+    return log.add("approved", digest=digest, by=by, reason=reason, until=last)
+
+
+def check_approved(text: str, experiment: Experiment, config: SiteConfig) -> None:
+    """Refuse a run that ``[limits] approval`` covers and nobody approved. The last approval counts.
+
+    Raises:
+        RefusalError: it names the digest and the command.
+    """
+    match config.limits.approval:
+        case "runs":
+            wanted = {run_digest(text, experiment): "this run"}
+        case "code":
+            wanted = {digest: f"this version of {name}" for name, digest in code_digests(experiment).items()}
+        case None:
+            return
+    today, valid = datetime.now(UTC).date().isoformat(), dict[str, bool]()
+    for entry in SentLog(Path(config.state) / "log").entries():
+        if entry.get("what") == "approved":
+            valid[entry["digest"]] = entry.get("until", today) >= today
+    for digest, what in wanted.items():
+        if not valid.get(digest, False):
+            why = "its approval has expired" if digest in valid else "nobody approved it"
+            raise RefusalError(
+                f"{what} has to be approved at this site, and {why}: `prefed site approve {config.where} "
+                f"{digest} --by NAME --reason TEXT`"
+            )
+
+
+ALL = "*"
+"""In the log, the withdrawal of all clients."""
+
+
+def withdrawn(config: SiteConfig) -> frozenset[str]:
+    """The clients that this site withdrew; :data:`ALL` for all."""
+    entries = SentLog(Path(config.state) / "log").entries()
+    return frozenset(entry["client"] for entry in entries if entry.get("what") == "withdrawn")
+
+
+def check_withdrawn(gone: frozenset[str], names: dict[str, str] | None = None) -> None:
+    """Refuse all work after the withdrawal of all clients, and a run that had a client that withdrew.
+
+    Args:
+        names: the site's clients in the run → the names that the hub knows.
+    """
+    if ALL in gone:
+        raise RefusalError("this site withdrew: forget all its clients, and start the run again without it")
+    if left := sorted(reported for own, reported in (names or {}).items() if own in gone):
+        raise RefusalError(
+            f"{listed(left)} withdrew from this site: start the run again in another directory; this site "
+            "takes part without them"
+        )
+
+
+def withdraw(config: SiteConfig, client: str, by: str, reason: str) -> tuple[list[str], str]:
+    """Withdraw a client, or :data:`ALL`: log it, and delete what the site's state has of it.
+
+    Runs that had the client cannot continue, so everything of them is deleted but their order, and the cache,
+    which is made again without the client. The log and the ledger of noise remain. The same call continues a
+    killed one.
+
+    Returns:
+        The deleted paths in the state folder, and the SHA-256 of the entry that lists them.
+
+    Raises:
+        StoreError: `prefed site` is running.
+    """
+    state, log = Path(config.state), SentLog(Path(config.state) / "log")
+    (state / "checkpoint").mkdir(parents=True, exist_ok=True)
+    handle = lock(state, remedy="stop it first: only one process may use it")
+    try:
+        log.add("withdrawn", client=client, by=by, reason=reason)
+        deleted = []
+        for path in (state / "cache", *sorted((state / "runs").glob("*/*"))):
+            if path.name != "order.json" and path.exists() and _had(path, client):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                deleted.append(str(path.relative_to(state)))
+        return deleted, log.add("deleted", client=client, paths=deleted)
+    finally:
+        os.close(handle)
+
+
+def _had(path: Path, client: str) -> bool:
+    """Whether a path in the state folder may have something of a client."""
+    order = path.parent / "order.json"
+    if client == ALL or not order.exists():
+        return True
+    try:
+        return client in json.loads(order.read_bytes())["names"]
+    except (ValueError, KeyError):
+        return True  # a damaged order does not say whose the run is
