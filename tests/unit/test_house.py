@@ -259,25 +259,25 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/merge/": (1_650, ""),
     "src/prefed/methods/": (2_300, "why a round depends on clients outside its cohort"),
     "src/prefed/models/": (2_150, ""),
-    "src/prefed/networks/": (4_500, "secure sums: identities, sessions, attempts, at both sides"),
+    "src/prefed/networks/": (4_620, "chain of the log, approvals, withdrawals"),
     "src/prefed/privacy/": (580, "discrete noise, whole numbers and masks"),
     "src/prefed/runs/": (6_100, "prefed forget"),
     "src/prefed/store/": (850, ""),
     "src/prefed/testing/": (700, ""),
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_186, ""),
-    "src/prefed/ui/": (7_340, "prefed forget"),
+    "src/prefed/ui/": (7_400, "prefed site log, approve, withdraw"),
     "tests/": (2_450, ""),
     "tests/cli/": (4_850, ""),
     "tests/engines/": (10_255, "generations without tastes: twin of each stage, kills"),
     "tests/golden/": (4_900, ""),
     "tests/laws/": (1_850, ""),
     "tests/unit/": (
-        22_290,
-        "what is personal among real people; win rate and health by epoch",
+        22_540,
+        "changes of a site's log, approvals, withdrawals",
     ),
     # Words.
-    "docs, README.md": (62_960, "docs/people.md"),
+    "docs, README.md": (63_580, "log, approvals and withdrawals of a site"),
 }
 """Place → what it may hold, and why that was raised last, written in the commit that raises it."""
 

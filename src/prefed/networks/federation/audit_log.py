@@ -44,7 +44,7 @@ class SentLog:
     def add(self, what: str, **fields: Any) -> str:
         """Append an entry; return the SHA-256 of its line. Empty fields are left out."""
         now = datetime.now(UTC)
-        entry = {"time": now.isoformat(timespec="seconds"), "what": what}
+        entry: dict[str, Any] = {"time": now.isoformat(timespec="seconds"), "what": what}
         entry |= {name: value for name, value in fields.items() if value not in (None, "", 0, {}, [])}
         handle = os.open(self._folder, os.O_RDONLY)
         try:

@@ -70,8 +70,8 @@ class Limits(StrictModel):
     )
     approval: Literal["runs", "code"] | None = Field(
         None,
-        description="what must be approved with `prefed site approve` before it starts: each run (settings and "
-        "code), or each version of code from outside prefed; default: nothing",
+        description="what must be approved with `prefed site approve` before it starts: each run (settings "
+        "and code), or each version of code from outside prefed; default: nothing",
     )
     exchanges: list[str] | None = Field(None, description="allowed exchanges; default: all")
     rounds: int = Field(1000, ge=1, description="maximum number of rounds of a run")
