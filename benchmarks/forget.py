@@ -2,17 +2,19 @@ r"""Forgetting a client: equality with the run that never had it, its cost, and 
 
     python benchmarks/forget.py same [--only feddpo fedper]     # every method, rule, engine and stage
     python benchmarks/forget.py cost                            # rounds by first visit and by what is kept
-    python benchmarks/forget.py disclosure
+    python benchmarks/forget.py disclosure --seed 0             # membership of pairs, by model
 
 ``same`` runs the cases of ``same_numbers.py`` whose data name the clients: with the client, without it, and
 with it and then forgotten. All files that hold numbers must be equal, and no text that only the client has
-be left. ``disclosure`` has an observer score pairs with the model of before and of after: AUC of the
-client's training pairs against those of clients that never took part, by the loss after, and by its change.
+be left. ``disclosure`` has an observer score pairs with the model of before, that of after and both: AUC of
+the margins of the removed client's training pairs, and a remaining one's, against those of one that never
+took part.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import logging
 import os
@@ -133,34 +135,61 @@ def cost(place: Path, rounds: int = 24) -> None:
             )
 
 
-def disclosure(place: Path) -> None:
-    """The observer knows the model before and after, and has candidate pairs."""
+def disclosure(seed: int) -> None:
+    """The rows of hh_harmless, drawn into eight clients of 119, of which one never takes part."""
+    import common
+
+    from prefed import Experiment, run
     from prefed.runs.forget import forget
     from prefed.runs.loaded_run import load_run
 
-    client, stranger = clients(place)[0], clients(place)[-1]
-    changes = {"rounds": 10, "evaluate": {"every": 0, "unseen": [stranger]}}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "run")
-        run_of(place, out, changes)
-        margins = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        gzip.open(common.SHARED / "data/hh_harmless.train.jsonl.gz") as file,
+    ):
+        rows = [json.loads(line) for line in file]
+        order, out = np.random.default_rng(seed).permutation(len(rows)), Path(folder, "run")
+        lines = [json.dumps({**rows[row], "client": f"c{place % 8}"}) for place, row in enumerate(order)]
+        Path(folder, "train.jsonl").write_text("\n".join(lines))
+        tree = {
+            "seed": seed,
+            "rounds": 12,
+            "data": {
+                "train": f"{folder}/train.jsonl",
+                "partition": {"by": "column", "column": "client"},
+                "max_length": 192,
+            },
+            "model": {"name": str(common.SHARED / "models/tiny-lm"), "lora": {"rank": 8}},
+            "method": {"name": "feddpo", "lr": 3e-3, "local_steps": 12, "batch_size": 8},
+            "evaluate": {"every": 0, "unseen": ["c7"]},
+            "engine": {"threads": 1},
+        }
+        run(Experiment.model_validate(tree), out)
         loaded = load_run(out, data=True)
         data, trainer = loaded.trainers.dataset.clients, loaded.trainers.pair_trainer
-        before = loaded.published_model
-        forget(out, [client])
-        after = load_run(out).published_model
-        for when, model in (("before", before), ("after", after)):
-            for name in (client, stranger):
+        models = {"before": loaded.published_model}
+        forget(out, ["c0"])
+        models["after"] = load_run(out).published_model
+        names, margins = {"removed": "c0", "remaining": "c1", "never": "c7"}, {}
+        for when, model in models.items():
+            for who, name in names.items():
                 scores = trainer.score(model, data[name].train)
-                margins[when, name] = np.subtract(*(scores.policy - scores.reference).T)
-        change = {name: margins["before", name] - margins["after", name] for name in (client, stranger)}
-        for what, member, other in (
-            ("margin before", margins["before", client], margins["before", stranger]),
-            ("margin after", margins["after", client], margins["after", stranger]),
-            ("change of the margin", change[client], change[stranger]),
-        ):
-            auc = np.mean([(m > o) + 0.5 * (m == o) for m in member for o in other])
-            print(f"{what:22} AUC {auc:.2f} ({len(member)} against {len(other)} pairs)")
+                margins[when, who] = np.subtract(*(scores.policy - scores.reference).T)
+        for who in names:
+            margins["before - after", who] = margins["before", who] - margins["after", who]
+        for when in ("before", "after", "before - after"):
+            for who in ("removed", "remaining"):
+                member, other = margins[when, who], margins[when, "never"]
+                above = np.sign(member[:, None] - other[None, :]) / 2 + 0.5
+                # DeLong's standard error.
+                error = np.sqrt(
+                    above.mean(1).var(ddof=1) / len(member) + above.mean(0).var(ddof=1) / len(other)
+                )
+                print(
+                    f"seed {seed}: margin {when:14} {who:9} AUC {above.mean():.3f} ± {error:.3f} "
+                    f"({len(member)} against {len(other)} pairs)",
+                    flush=True,
+                )
 
 
 def main() -> None:
@@ -169,16 +198,20 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["same", "cost", "disclosure"])
     parser.add_argument("--place", type=Path, default=Path(tempfile.gettempdir(), "prefed-place"))
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if args.what == "disclosure":
+        disclosure(args.seed)
+        return
     if not args.place.exists():
         same_numbers.make_place(args.place)
     if args.what == "same":
         same(args.place, args.only)
     else:
-        {"cost": cost, "disclosure": disclosure}[args.what](args.place)
+        cost(args.place)
 
 
 if __name__ == "__main__":

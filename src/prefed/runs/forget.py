@@ -219,6 +219,22 @@ def _check_same(run: Path, staging: Path, request: Mapping[str, Any]) -> None:
         )
 
 
+def _elsewhere(path: Path, sites: Mapping[str, str], clients: Sequence[str]) -> str:
+    """Why a run over several machines is not replayed, and what to do instead."""
+    for client in clients:
+        if sites and client not in sites:
+            return f"{path}: {no_client(client, sorted(sites))}"
+    text = f"{path} ran over several machines, whose pairs and private states are not here. "
+    steps = [
+        *(f"at site {sites[name]!r}, `prefed site withdraw` for {name!r}" for name in clients if sites),
+        f"start it again in another directory with [data] exclude = {json.dumps(list(clients))}",
+        "delete this directory"
+        + (f", and what {EXPORTS} in it lists" if (path / EXPORTS).exists() else "")
+        + (" (at sites: state/runs of this run)" if sites else ""),
+    ]
+    return text + "; ".join(f"{number}. {step}" for number, step in enumerate(steps, 1))
+
+
 class _Forgetting:
     """A run, and what is to be forgotten."""
 
@@ -229,10 +245,7 @@ class _Forgetting:
         self.run = path.resolve()
         self.clients = tuple(sorted(set(clients)))
         if record.sites or (self.run / "federation.json").exists() or "peer" in record.summary:
-            raise RunError(
-                f"{path} ran over several machines, whose data and states are not here; start it again "
-                "without the client"
-            )
+            raise RunError(_elsewhere(path, record.sites, self.clients))
         if self.run.is_mount():
             raise RunError(
                 f"{path} is a mounted folder, which cannot be replaced; forget in the folder above"
