@@ -6,7 +6,6 @@ import functools
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 ROWS = 32
 """oneDNN compiles code for every number of rows, about 1 ms and 0.3 MiB, so rows are padded to a multiple."""
@@ -38,7 +37,7 @@ def matmul(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = 
     """
     fp32 = left.device.type == "cpu" and left.dtype == right.dtype == torch.float32
     if fp32 and left.numel() * right.shape[1] >= SMALLEST and _prefers_onednn():
-        padded = F.pad(left, (0, 0, 0, -len(left) % ROWS))
+        padded = torch.cat([left, left.new_zeros(-len(left) % ROWS, left.shape[1])])
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, right.t(), bias, "none", [], "")
         return result[: len(left)]
     return left @ right if bias is None else torch.addmm(bias, left, right)

@@ -252,28 +252,30 @@ class _AttentionInBfloat16(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, options: dict[str, Any]
     ) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.options = options
-        return F.scaled_dot_product_attention(q, k, v, **options)
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        result, normalizer = forward(q, k, v, 0.0, causal, **options)
+        ctx.save_for_backward(q, k, v, result, normalizer)
+        ctx.causal, ctx.options = causal, options
+        return result  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wide = [t.float().requires_grad_() for t in ctx.saved_tensors]
-        options: dict[str, Any] = {
-            k: v.float() if isinstance(v, torch.Tensor) else v for k, v in ctx.options.items()
-        }
-        with torch.enable_grad():
-            result = F.scaled_dot_product_attention(*wide, **options)
-        return *(g.bfloat16() for g in torch.autograd.grad(result, wide, grads[0].float())), None
+        wide = [t.float() for t in (*grads, *ctx.saved_tensors)]
+        options = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in ctx.options.items()}
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return *(g.bfloat16() for g in backward(*wide, 0.0, ctx.causal, **options)), None, None
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, **options: Any
+) -> torch.Tensor:
     """Run PyTorch's attention, with a faster backward pass in bfloat16 on a CPU."""
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
-        return _AttentionInBfloat16.apply(q, k, v, options)  # type: ignore[no-any-return, no-untyped-call]
-    return F.scaled_dot_product_attention(q, k, v, **options)
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.shape[3] == v.shape[3]:
+        options.pop("enable_gqa", None)  # the kernel groups heads by itself
+        return _AttentionInBfloat16.apply(q, k, v, is_causal, options)  # type: ignore[no-any-return, no-untyped-call]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options)
 
 
 NAME = "prefed_packed"
