@@ -227,12 +227,20 @@ def kind_of(event: Any, config: Any) -> str:
 def breakdown(side: Prefed, rows: np.ndarray, dtype: torch.dtype) -> None:
     """Print the kinds of work of a step: share of its profiled CPU time, and rates of its products."""
     whole = min(cpu_ms(partial(side.step, rows)) for _ in range(3))
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
-        side.step(rows)
-    took, flops, fastest = Counter[str](), Counter[str](), Counter[str]()
-    for event in trace.key_averages(group_by_input_shape=True):
+    traces, shares = [], []
+    for _ in range(5):
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+            side.step(rows)
+        traces.append(trace.key_averages(group_by_input_shape=True))
+        times = Counter[str]()
+        for event in traces[-1]:
+            times[kind_of(event, side.backbone.text_config)] += event.self_cpu_time_total
+        shares.append(times)
+    # Of wall time, which other programs lengthen, hence medians.
+    took = Counter({kind: statistics.median(each[kind] for each in shares) for kind in shares[0]})
+    flops, fastest = Counter[str](), Counter[str]()
+    for event in traces[-1]:
         kind = kind_of(event, side.backbone.text_config)
-        took[kind] += event.self_cpu_time_total
         if kind in ("products with frozen weights", "the head's products"):
             left, right = [shape for shape in event.input_shapes if len(shape) == 2][-2:]
             (m, k), n = left, math.prod(right) // left[1]
@@ -242,7 +250,7 @@ def breakdown(side: Prefed, rows: np.ndarray, dtype: torch.dtype) -> None:
         "    | kind of work | share of the time | GFLOP/s | fastest at these shapes |\n    |---|---|---|---|"
     )
     for kind, time in took.most_common():
-        share = time / took.total()  # of wall time, which other programs lengthen
+        share = time / took.total()
         rates = [flops[kind] / each / 1e6 for each in (share * whole, fastest[kind])] if flops[kind] else []
         cells = [f"{rate:.0f}" for rate in rates] or ["", ""]
         print(f"    | {kind} | {100 * share:.0f}% | {' | '.join(cells)} |")

@@ -277,7 +277,7 @@ BUDGET: dict[str, tuple[int, str]] = {
         "changes of a site's log, approvals, withdrawals",
     ),
     # Words.
-    "docs, README.md": (63_700, "decisions of a site; what forgetting discloses"),
+    "docs, README.md": (63_800, "where the time of a step goes on a CPU"),
 }
 """Place → what it may hold, and why that was raised last, written in the commit that raises it."""
 
