@@ -457,10 +457,9 @@ def _in_window(
         i, j = (torch.arange(*span, device=query.device) for span in ((start, end), (first, end)))
         hidden = (j > i[:, None]) | (j <= i[:, None] - window)
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-        hide = mask.masked_fill_(hidden, -torch.inf)
-        results.append(
-            _attend(rows, key[:, :, first:end], value[:, :, first:end], attn_mask=hide, scale=scale)
-        )
+        mask.masked_fill_(hidden, -torch.inf)
+        keys, values = key[:, :, first:end], value[:, :, first:end]
+        results.append(_attend(rows, keys, values, attn_mask=mask, scale=scale))
         start = end
     return torch.cat(results, 2)
 
