@@ -227,19 +227,19 @@ def kind_of(event: Any, config: Any) -> str:
 def breakdown(side: Prefed, rows: np.ndarray, dtype: torch.dtype) -> None:
     """Print the kinds of work of a step: share of its profiled CPU time, and rates of its products."""
     whole = min(cpu_ms(partial(side.step, rows)) for _ in range(3))
-    traces, shares = [], []
+    shares = []
     for _ in range(5):
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
             side.step(rows)
-        traces.append(trace.key_averages(group_by_input_shape=True))
+        events = trace.key_averages(group_by_input_shape=True)
         times = Counter[str]()
-        for event in traces[-1]:
+        for event in events:
             times[kind_of(event, side.backbone.text_config)] += event.self_cpu_time_total
         shares.append(times)
     # Of wall time, which other programs lengthen, hence medians.
     took = Counter({kind: statistics.median(each[kind] for each in shares) for kind in shares[0]})
     flops, fastest = Counter[str](), Counter[str]()
-    for event in traces[-1]:
+    for event in events:
         kind = kind_of(event, side.backbone.text_config)
         if kind in ("products with frozen weights", "the head's products"):
             left, right = [shape for shape in event.input_shapes if len(shape) == 2][-2:]

@@ -195,6 +195,11 @@ class Alignment:
         """The initial policy, which generates completions and is π_ref; available after its stage."""
         return load_policy(self.model, self.seed, self.folder, self.needs)
 
+    @property
+    def start(self) -> Tensors:
+        """The tensors of the initial policy (full layout); one that takes tastes has its map among them."""
+        return self.policy.reference if self.config.tastes is None else self.policy.initial
+
     @cached_property
     def scorer(self) -> Scorer:
         """The labeller: the judge, or the selectors that label."""

@@ -74,7 +74,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     path = generation.path(alignment, FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn, tensors = None, policy_before(alignment, generation)
-    if generation.tasting:
+    if config.tastes is not None:
         drawn = generation.draw_tastes(alignment, [(number, hashes[number]) for number in numbers])
     ids = [alignment.template.prompt_ids(own.prompt) for own in prompts]
     # Training appends the end-of-text token to a completion.
@@ -184,8 +184,8 @@ def limit(alignment: Alignment) -> int:
         how, key, lengths = _sampling(config, most), alignment.key.at("limit"), list[int]()
         for batch in padded_batches(policy, ids, how, config.generate):
             keys = [key.at("prompt", place) for place in batch]
-            tensors = policy.initial if config.tastes else policy.reference
-            for response in complete_batch(policy, tensors, [ids[place] for place in batch], how, keys):
+            asked = [ids[place] for place in batch]
+            for response in complete_batch(policy, alignment.start, asked, how, keys):
                 lengths.append(len(response.tokens) if response.ended else most)
         most = max(1, int(np.quantile(lengths, ENDING, method="inverted_cdf")))
     files.write(path, json.dumps({"max_new_tokens": most}).encode())
@@ -218,9 +218,8 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
     }
 
 
-def stage(generation: Generation) -> Stage:
-    """Return the stage of a generation."""
-    tasting = generation.tasting
+def stage(generation: Generation, tasting: bool = False) -> Stage:
+    """Return the stage of a generation, with a taste drawn for each prompt if ``tasting``."""
     return Stage(
         generation.stage("completions"),
         ("prompts", "policy", *(("tastes",) if tasting else ()), *generation.inputs),

@@ -39,8 +39,9 @@ def generation_stages(count: int, tasting: bool) -> tuple[Stage, ...]:
     """Return the stages of ``count`` generations, and the one that selects the best policy."""
     stages = [tastes.STAGE] if tasting else []
     for number in range(1, count + 1):
-        generation = Generation(number, tasting)
-        stages += [completions.stage(generation), labels.stage(generation), training.stage(generation)]
+        generation = Generation(number)
+        stages += [completions.stage(generation, tasting)]
+        stages += [labels.stage(generation), training.stage(generation)]
     inputs = ("policy", *(stage.name for stage in stages))
     outputs = (*((POLICY,) if tasting else ()), training.ADAPTER, completions.FILE, labels.FILE)
     return (*stages, Stage("train", inputs, lambda alignment: {"generations": count}, outputs, _keep_best))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -141,11 +141,9 @@ class Generation:
 
     Attributes:
         number: from 1; ``None`` for a single generation without tastes.
-        tasting: whether a taste is drawn for each prompt.
     """
 
     number: int | None = None
-    tasting: bool = False
 
     def stage(self, name: str) -> str:
         """Return the name of a stage in this generation.
@@ -183,12 +181,7 @@ class Generation:
     @property
     def before(self) -> Generation | None:
         """The previous generation; ``None`` for the first one."""
-        return replace(self, number=self.number - 1) if self.number and self.number > 1 else None
-
-    @property
-    def first(self) -> Generation:
-        """The first generation."""
-        return self if self.number is None else replace(self, number=1)
+        return Generation(self.number - 1) if self.number and self.number > 1 else None
 
     def draw_tastes(
         self, alignment: Alignment, prompts: Iterable[tuple[int, int]]
@@ -213,15 +206,15 @@ class Generation:
 
     def tastes(self, alignment: Alignment) -> dict[int, torch.Tensor] | None:
         """Read number of a prompt → its taste; ``None`` for a policy without tastes."""
-        if not self.tasting:
+        if alignment.config.tastes is None:
             return None
         return {row["index"]: torch.tensor(row["z"]) for row in rows_in(self.path(alignment, TASTES))}
 
 
 def policy_before(alignment: Alignment, generation: Generation) -> Tensors:
-    """Return the policy (full layout) at the start of a numbered generation."""
+    """Return the policy (full layout) at the start of a generation."""
     if generation.before is None:
-        return alignment.policy.initial if generation.tasting else alignment.policy.reference
+        return alignment.start
     path = generation.before.path(alignment, STATE)
     tensors, _, _ = read_state(path, generation.before.stage("train"))
     return tensors

@@ -84,7 +84,7 @@ def _rows(
     alignment: Alignment, generation: Generation
 ) -> tuple[list[Mapping[str, Any]], torch.Tensor | None]:
     """Read the labels of a generation and the held-out ones of the first, and the taste of each pair."""
-    first = [] if generation.before is None else [generation.first]
+    first = [] if generation.before is None else [Generation(1)]
     held = held_out_prompts(alignment) if first else frozenset[int]()
     rows, tastes = list[Mapping[str, Any]](), list[torch.Tensor]()
     for source in (generation, *first):
@@ -182,7 +182,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         remedy=f"set align.lr below {lr:g}",
     )
     answered = np.unique(prompts[out]).tolist()
-    z = at_prompts(generation.first.tastes(alignment), answered)
+    z = at_prompts(Generation(1).tastes(alignment), answered)
     held_out_answers = HeldOutAnswers(alignment, answered, limit(alignment), z) if answered else None
 
     def measure(epoch: int, tensors: Tensors) -> Mapping[str, Plain]:

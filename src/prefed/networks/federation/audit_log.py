@@ -41,6 +41,11 @@ class SentLog:
         self._folder = folder
         files.private_folder(folder)
 
+    @classmethod
+    def of(cls, config: SiteConfig) -> SentLog:
+        """The log of a site."""
+        return cls(Path(config.state) / "log")
+
     def add(self, what: str, **fields: Any) -> str:
         """Append an entry; return the SHA-256 of its line. Empty fields are left out."""
         now = datetime.now(UTC)
@@ -167,7 +172,7 @@ def check_chain(log: SentLog, known: str | None = None) -> Chain:
 
 def evidence(config: SiteConfig, chain: Chain) -> dict[str, Any]:
     """The whole log and its check, for an auditor: the SHA-256 of each line is in the next one."""
-    log = SentLog(Path(config.state) / "log")
+    log = SentLog.of(config)
     return {
         "federation": config.federation,
         "site": config.name,
@@ -234,7 +239,7 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     else:
         yield "  [disclose] pairs = false: this site joins no run"
     yield from (f"  the hub knows {own} as {reported}" for own, reported in sorted(_pseudonyms(config)))
-    entries = list(SentLog(Path(config.state) / "log").entries())
+    entries = list(SentLog.of(config).entries())
     idle = 0
     for run in _runs(config, entries):
         if not (run.messages or run.private):
@@ -297,7 +302,7 @@ def prometheus_lines(config: SiteConfig) -> Iterator[str]:
 
     Source: https://prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
     """
-    entries = list(SentLog(Path(config.state) / "log").entries())
+    entries = list(SentLog.of(config).entries())
     runs = _runs(config, entries)
     site = {"federation": config.federation, "site": config.name}
     times = [datetime.fromisoformat(entry["time"]).timestamp() for entry in entries[-1:]]

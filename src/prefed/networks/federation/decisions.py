@@ -35,7 +35,7 @@ def approve(config: SiteConfig, digest: str, by: str, reason: str, until: date |
     """
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise ValueError(f"{digest!r} is not a SHA-256: copy the digest that the refusal names")
-    log = SentLog(Path(config.state) / "log")
+    log = SentLog.of(config)
     last = until.isoformat() if until else None
     return log.add("approved", digest=digest, by=by, reason=reason, until=last)
 
@@ -54,7 +54,7 @@ def check_approved(text: str, experiment: Experiment, config: SiteConfig) -> Non
         case None:
             return
     today, valid = datetime.now(UTC).date().isoformat(), dict[str, bool]()
-    for entry in SentLog(Path(config.state) / "log").entries():
+    for entry in SentLog.of(config).entries():
         if entry.get("what") == "approved":
             valid[entry["digest"]] = entry.get("until", today) >= today
     for digest, what in wanted.items():
@@ -72,7 +72,7 @@ ALL = "*"
 
 def withdrawn(config: SiteConfig) -> frozenset[str]:
     """The clients that this site withdrew; :data:`ALL` for all."""
-    entries = SentLog(Path(config.state) / "log").entries()
+    entries = SentLog.of(config).entries()
     return frozenset(entry["client"] for entry in entries if entry.get("what") == "withdrawn")
 
 
@@ -104,7 +104,7 @@ def withdraw(config: SiteConfig, client: str, by: str, reason: str) -> tuple[lis
     Raises:
         StoreError: `prefed site` is running.
     """
-    state, log = Path(config.state), SentLog(Path(config.state) / "log")
+    state, log = Path(config.state), SentLog.of(config)
     (state / "checkpoint").mkdir(parents=True, exist_ok=True)
     handle = lock(state, remedy="stop it first: only one process may use it")
     try:

@@ -105,7 +105,7 @@ class Site:
         files.private_folder(self._state / "checkpoint")
         self._held: int | None = lock(self._state, remedy="stop it first: only one process may use it")
         self._secret = site_secret(self._state)
-        self.log = SentLog(self._state / "log")
+        self.log = SentLog.of(config)
         self._withdrawn = withdrawn(config)
         self._turn = Lock()
         self._run, self._order, self._fingerprint = "", "", ""

@@ -70,7 +70,7 @@ CHAT = {
     "every": 0,
     "data": "max_length = 512",
     "training": "lr = 3e-3\nlocal_steps = 5\nbatch_size = 4",
-    "own": "first_weight_steps = 5\n",  # of 20: enough to tell the answers apart
+    "own": "first_weight_steps = 5\n",  # of 20: enough for answers that differ
 }
 OBJECTIVE = 'objective = "rpo"                       # also imitates the chosen responses: text stays whole\n'
 

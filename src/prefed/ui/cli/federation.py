@@ -220,19 +220,17 @@ def site(
     decides = word in ("approve", "withdraw")
     if decides and not (by and reason):
         raise UsageError(f"prefed site {word} requires --by NAME and --reason TEXT, which the log keeps")
+    options = {"--run": run, "--client": client, "--out": out, "--merge": merge, "--force": force}
     for of, wrong in (
         ("log", {"--export": evidence, "--known": known} if word != "log" else {}),
         ("approve", {"--until": until} if word != "approve" else {}),
         ("withdraw", {"--all": everybody} if word != "withdraw" else {}),
         ("approve` or `prefed site withdraw", {} if decides else {"--by": by, "--reason": reason}),
+        ("export CONFIG", options if word != "export" else {}),
+        ("status CONFIG", {"--prometheus": prometheus} if word != "status" else {}),
     ):
         if given := [name for name, value in wrong.items() if value]:
             raise UsageError(f"{given[0]} requires `prefed site {of}`")
-    options = {"--run": run, "--client": client, "--out": out, "--merge": merge, "--force": force}
-    if word != "export" and (given := [name for name, value in options.items() if value]):
-        raise UsageError(f"{given[0]} requires `prefed site export CONFIG`")
-    if prometheus and word != "status":
-        raise UsageError("--prometheus requires `prefed site status CONFIG`")
     if word == "export" and out is None:
         raise UsageError("prefed site export requires --out DIR, the folder for the model")
     from prefed.networks.federation.config import SiteConfig
@@ -300,7 +298,7 @@ def _check_log(config: SiteConfig, out: Path | None, known: str | None) -> None:
     from prefed.core.text import pluralize
     from prefed.networks.federation.audit_log import SentLog, check_chain, evidence
 
-    chain = check_chain(SentLog(Path(config.state) / "log"), known)
+    chain = check_chain(SentLog.of(config), known)
     if out is not None:
         out.touch(0o600, exist_ok=False)
         out.write_text(json.dumps(evidence(config, chain), indent=1) + "\n")

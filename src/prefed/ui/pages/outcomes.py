@@ -175,14 +175,13 @@ def epochs_table(alignment: Outcome) -> Table:
     train = alignment.summary["train"]
     epochs, several = train["epochs"], "generation" in train["epochs"][0]
     each, rows = Counter(epoch.get("generation") for epoch in epochs), list[tuple[str, list[str]]]()
-    first = {epoch.get("generation"): epoch["epoch"] for epoch in reversed(epochs)}
+    done = Counter[int | None]()
     if text := next((epoch["text"] for epoch in epochs if epoch.get("text")), None):
         rows.append(("initial policy", ["", "", "", *_whole(text["base"])]))
     for epoch in epochs:
         generation = epoch.get("generation")
-        # Epochs are numbered across generations.
-        number = epoch["epoch"] - first[generation] + 1
-        within = f", epoch {number}" if several and each[generation] > 1 else ""
+        done[generation] += 1
+        within = f", epoch {done[generation]}" if several and each[generation] > 1 else ""
         place = generation if several else epoch["epoch"]
         kept = " (kept)" if epoch["epoch"] == train["kept"] else ""
         rate, text = epoch.get("win_rate"), epoch.get("text")
