@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.sparse import csr_array
 from scipy.special import expit
-from scipy.stats import t
 
 from prefed.core import files
+from prefed.train.metrics import seed_interval
 
 Array = NDArray[np.float64]
 Rows = Sequence[Mapping[str, Any]]
@@ -47,9 +47,8 @@ def interval(values: Sequence[float] | Array) -> tuple[float, float]:
     >>> interval([0.5, 0.5, 0.5])
     (0.5, 0.0)
     """
-    own = np.asarray(values, float)
-    half = t.ppf(0.975, len(own) - 1) * own.std(ddof=1) / math.sqrt(len(own))
-    return float(own.mean()), float(half)
+    low, high = seed_interval([*map(float, values)]) or (math.nan, math.nan)
+    return float(np.mean(values)), (high - low) / 2
 
 
 def per_person(rows: Rows, right: Array, where: Array | None = None) -> dict[str, float]:

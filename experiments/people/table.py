@@ -5,7 +5,7 @@
 RUNS is a folder of ``prefed sweep``, with a folder for each column. Accuracy is reward accuracy; of a
 selector it is the share of pairs that the selector orders as the person did. Contested are test pairs on
 which 25% to 75% of the other judges agree with the person. "Another's" is the accuracy with the model of the
-next person in the list, which tells what is personal in a model from what it learnt at all. What is computed
+next person in the list, which has learnt as much, but not what is personal to this one. What is computed
 from a run's models is kept in its folder, as ``people.json``. Of several rates, the table has the best one.
 """
 

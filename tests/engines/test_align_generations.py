@@ -90,6 +90,26 @@ def test_known_tastes_survive_their_file(tmp_path):
         load_tastes(tmp_path)
 
 
+def check_generation(alignment, number, tensors, selectors_for, tastes=None):
+    """The completions are those of ``tensors``, one by one at their own keys, and the scores those of
+    ``selectors_for`` a prompt's number; ``tastes`` are the prompts'."""
+    folder, policy = alignment.folder / "generations" / str(number), alignment.policy
+    made = rows(folder, "completions.jsonl")
+    how, base = Sampling(max_tokens=6, temperature=1.0), alignment.key.at("generation", number)
+    for row in made:
+        own = alignment.template.prompt_ids(row["prompt"])
+        key = base.at("prompt", prompt_hash(row["prompt"])).at("sample", row["sample"])
+        z = None if tastes is None else tastes[row["index"]][None]
+        ((tokens, _),) = complete_batch(policy, tensors, [own], how, [key], tastes=z)
+        assert policy.tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
+    texts = {(row["index"], row["sample"]): row["completion"] for row in made}
+    prompts = {row["index"]: row["prompt"] for row in made}
+    for row in rows(folder, "scores.jsonl"):
+        pair = Record(prompts[row["index"]], *(texts[row["index"], k] for k in row["samples"]))
+        _, scores = selectors_for(row["index"]).scores([pair])
+        assert row["scores"] == pytest.approx(scores[:, 0].tolist(), abs=1e-5)
+
+
 def test_every_prompt_has_one_taste_which_completes_and_labels(whole, selectors):
     """z is drawn at the prompt's own name, whatever its place; all completions of a prompt are at it, the
     second generation's by the policy after the first; and scores are the selector's at it."""
@@ -114,19 +134,12 @@ def test_every_prompt_has_one_taste_which_completes_and_labels(whole, selectors)
         if number == 2:
             tensors, moments, _ = read_state(folder / "generations/1/train.state", "train-1")
             assert moments.steps == 2
-        how, base = Sampling(max_tokens=6, temperature=1.0), alignment.key.at("generation", number)
-        for row in made:
-            own = alignment.template.prompt_ids(row["prompt"])
-            key = base.at("prompt", prompt_hash(row["prompt"])).at("sample", row["sample"])
-            ((tokens, _),) = complete_batch(policy, tensors, [own], how, [key], tastes=z[row["index"]][None])
-            assert policy.tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
-        texts = {(row["index"], row["sample"]): row["completion"] for row in made}
-        for row in rows(folder, f"generations/{number}/scores.jsonl"):
-            pair = Record(prompts[row["index"]], *(texts[row["index"], k] for k in row["samples"]))
-            at = {"latent/z": z[row["index"]]}
-            model = {"shared": selectors.models["shared"].replace(at)}
-            _, scores = replace(selectors, models=model).scores([pair])
-            assert row["scores"] == pytest.approx(scores[:, 0].tolist(), abs=1e-5)
+
+        def at_taste(index, z=z):
+            at = {"latent/z": z[index]}
+            return replace(selectors, models={"shared": selectors.models["shared"].replace(at)})
+
+        check_generation(alignment, number, tensors, at_taste, z)
     assert read_state(folder / "generations/2/train.state", "train-2")[1].steps == 4
     train = summary["train"]
     assert train["held_out"] == sum(r["index"] in held for r in rows(folder, "generations/1/labels.jsonl"))
@@ -149,7 +162,7 @@ def test_agreement_is_on_the_first_generations_held_out_pairs(place, selectors, 
     from prefed.align.training import agreement, label_trainer
 
     alignment, summary = whole
-    first = Generation(1, tasting=True)
+    first = Generation(1)
     held, drawn = held_out_prompts(alignment), first.tastes(alignment)
     own = [row for row in rows(alignment.folder, first.file("labels.jsonl")) if row["index"] in held]
     z = torch.stack([drawn[row["index"]] for row in own])
@@ -170,25 +183,14 @@ def test_generations_without_tastes(place, voters, tmp_path, monkeypatch):
     config = plain.config.model_copy(update={"generations": 2, "lr": 0.03})
     alignment, killed = (replace(plain, folder=tmp_path / name, config=config) for name in "ab")
     summary = align(alignment)
-    folder, policy = alignment.folder, alignment.policy
+    folder = alignment.folder
     after, moments, _ = read_state(folder / "generations/1/train.state", "train-1")
     held = {row["index"] for row in rows(folder, "generations/1/completions.jsonl")} - {
         row["index"] for row in rows(folder, "generations/2/completions.jsonl")
     }
     assert len(held) == summary["train"]["answered"] == 2
-    for number, tensors in ((1, policy.initial), (2, after)):
-        made = rows(folder, f"generations/{number}/completions.jsonl")
-        how, base = Sampling(max_tokens=6, temperature=1.0), alignment.key.at("generation", number)
-        for row in made:
-            own = alignment.template.prompt_ids(row["prompt"])
-            key = base.at("prompt", prompt_hash(row["prompt"])).at("sample", row["sample"])
-            ((tokens, _),) = complete_batch(policy, tensors, [own], how, [key])
-            assert policy.tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
-        texts = {(row["index"], row["sample"]): row["completion"] for row in made}
-        prompts = {row["index"]: row["prompt"] for row in made}
-        for row in rows(folder, f"generations/{number}/scores.jsonl"):
-            pair = Record(prompts[row["index"]], *(texts[row["index"], k] for k in row["samples"]))
-            assert row["scores"] == pytest.approx(voters.scores([pair])[1][:, 0].tolist(), abs=1e-5)
+    for number, tensors in ((1, alignment.policy.initial), (2, after)):
+        check_generation(alignment, number, tensors, lambda index: voters)
     assert read_state(folder / "generations/2/train.state", "train-2")[1].steps > moments.steps > 0
     epochs, kept = summary["train"]["epochs"], summary["train"]["kept"]
     assert [(row["epoch"], row["generation"]) for row in epochs] == [(1, 1), (2, 1), (3, 2), (4, 2)]
