@@ -5,6 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from federating import experiment, site_config
 from prefed.core import Privacy, files
@@ -18,9 +19,12 @@ from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
+from prefed.privacy.secure import Identity, fingerprint
+from prefed.ui.cli import app
 
 RUN, OTHER = "3fa9b2c4d5e6f708", "0123456789abcdef"
 ADA = "ada\n"
+SITE = 'federation = "wards"\nname = "north"\n[data]\ntrain = "pairs.jsonl"\n[model]\nname = "model"\n'
 
 
 def status(tmp_path, **changes):
@@ -133,3 +137,44 @@ def test_the_status_in_the_text_format_of_prometheus(tmp_path):
     ]
     with closing(Site(config)):
         assert f"prefed_site_up{{{site}}} 1" in prometheus_lines(config)
+
+
+def test_the_key_of_a_site_is_made_once_and_its_faults_are_shown(tmp_path, monkeypatch):
+    """By keys, doctor and status: without a key, with too few pins, with right ones, with one twice, and with
+    another key than the list of sites has for this one."""
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr("prefed.networks.federation.environment.check_installed", lambda: None)
+    pins = {name: fingerprint(Identity(name.encode() * 8).public) for name in ("east", "west")}
+    path = tmp_path / "site.toml"
+
+    def prefed(*words, **sites):
+        lines = [f'{name} = "{text}"' for name, text in sites.items()]
+        path.write_text(SITE + "\n".join(["[sites]", *lines]))
+        return CliRunner().invoke(app, [*words, str(path)]).stdout
+
+    def shown(**sites):
+        (doctor,) = [line for line in prefed("doctor", **sites).splitlines() if "secure sums" in line]
+        (own,) = [line for line in prefed("site", "status", **sites).splitlines() if "secure sums" in line]
+        mark, _, text = doctor.partition("secure sums")
+        return mark.split(), text.split(), own.split(": ", 1)[1].split()
+
+    mark, text, own = shown(**pins)
+    assert (mark, text) == (["missing"], own)
+    assert "run `prefed site keys" in " ".join(text)
+    first, *others = prefed("site", "keys", **pins).splitlines()[:3]
+    words = fingerprint(Identity.at(tmp_path / "state" / "identity").public)
+    assert first == f"north = {words}"
+    assert others == [f"  expects {name} = {text}" for name, text in pins.items()]
+    assert prefed("site", "keys", **pins).splitlines()[0] == first
+    assert shown(**pins) == (["ok"], [f"{words};", "pinned:", "east,", "west"], ["north", "=", words])
+    assert shown(north=words, **pins)[0] == ["ok"]
+    for wrong, why in (
+        ({"east": pins["east"]}, "has 1 other sites, and a sum needs 2"),
+        ({"east": pins["east"], "west": pins["east"]}, f"for east and west: {pins['east']}"),
+        ({**pins, "north": pins["east"]}, f"this site's key is {words}, and [sites] has {pins['east']}"),
+    ):
+        mark, text, own = shown(**wrong)
+        assert (mark, text) == (["missing"], own)
+        assert why in " ".join(text)
+    SentLog(tmp_path / "state" / "log").add("refused", refused="site 'east' has another key: … [sites] has …")
+    assert "  refused last: site 'east' has another key: … [sites]" in prefed("site", "status", **pins)

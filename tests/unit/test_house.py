@@ -259,7 +259,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/merge/": (1_650, ""),
     "src/prefed/methods/": (2_300, "why a round depends on clients outside its cohort"),
     "src/prefed/models/": (2_150, ""),
-    "src/prefed/networks/": (4_620, "chain of the log, approvals, withdrawals"),
+    "src/prefed/networks/": (4_650, "a site's key and pins in doctor and status"),
     "src/prefed/privacy/": (580, "discrete noise, whole numbers and masks"),
     "src/prefed/runs/": (6_100, "prefed forget"),
     "src/prefed/store/": (850, ""),

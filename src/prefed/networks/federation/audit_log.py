@@ -22,6 +22,7 @@ from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.messages import is_run, own_version
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.privacy.accountant import AccountantError
+from prefed.privacy.secure import SecureError
 from prefed.runs.finished_run import ANSWERS, SITE_TEXT
 from prefed.store.directory import at_work
 from prefed.train.metrics import health_sentence
@@ -234,12 +235,13 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     asked += [f"epsilon at most {limits.epsilon:g} at delta {limits.delta:g}"] if limits.epsilon else []
     yield f"  noise: {', '.join(asked) or 'optional'}"
     yield from _spent(config)
+    entries = list(SentLog.of(config).entries())
+    yield from _keys(config, entries)
     if disclose.pairs:
         yield f"  reported to the hub: {'names' if disclose.names else 'pseudonyms'} and pair counts"
     else:
         yield "  [disclose] pairs = false: this site joins no run"
     yield from (f"  the hub knows {own} as {reported}" for own, reported in sorted(_pseudonyms(config)))
-    entries = list(SentLog.of(config).entries())
     idle = 0
     for run in _runs(config, entries):
         if not (run.messages or run.private):
@@ -256,6 +258,19 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     if idle:
         yield f"{pluralize(idle, 'run', 'runs')} without any upload"
     yield from (line_of(entry) for entry in entries[len(entries) - last :] if last)
+
+
+def _keys(config: SiteConfig, entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The site's key, the pinned ones, and the last request that was refused because of them."""
+    if not (config.sites or config.identity.exists()):
+        return
+    try:
+        yield f"  secure sums: {config.name} = {config.own_words()}"
+    except SecureError as error:
+        yield f"  no secure sums: {error}"
+    yield from (f"  expects {name} = {words}" for name, words in sorted(config.sites.items()))
+    refused = [str(entry["refused"]) for entry in entries if "[sites]" in str(entry.get("refused"))]
+    yield from (f"  refused last: {printable(reason)}" for reason in refused[-1:])
 
 
 def _text(run: Path) -> Iterator[str]:

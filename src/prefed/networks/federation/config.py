@@ -17,6 +17,7 @@ from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data.config import DataConfig
 from prefed.data.sources.huggingface import looks_like_hub_name
+from prefed.privacy.secure import LEAST, Identity, SecureError, fingerprint
 from prefed.privacy.secure.identity import is_fingerprint
 
 OWN_DATA = ("train", "validation", "test", "partition", "format", "columns", "encoding", "flip")
@@ -189,6 +190,29 @@ class SiteConfig(StrictModel):
     def identity(self) -> Path:
         """The file of the site's identity."""
         return Path(self.state) / "identity"
+
+    def own_words(self) -> str:
+        """The fingerprint of the site's key, if secure sums are possible with it and with ``[sites]``.
+
+        Raises:
+            SecureError: there is no key, ``[sites]`` has another one for this site, the same one for two
+                sites, or too few sites.
+        """
+        own, seen = fingerprint(Identity.at(self.identity).public), dict[str, str]()
+        pins = {self.name: own, **self.sites}
+        if pins[self.name] != own:
+            raise SecureError(
+                f"the fingerprint of this site's key is {own}, and [sites] has {pins[self.name]}"
+            )
+        for name, words in pins.items():
+            if (other := seen.setdefault(words, name)) != name:
+                raise SecureError(f"[sites] has the same fingerprint for {other} and {name}: {words}")
+        if len(pins) < LEAST:
+            raise SecureError(
+                f"[sites] has {len(pins) - 1} other sites, and a sum needs {LEAST - 1}: ask them for their "
+                "words by telephone"
+            )
+        return own
 
     @field_validator("data")
     @classmethod

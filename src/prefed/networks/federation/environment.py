@@ -56,6 +56,8 @@ def site_needs(config: SiteConfig) -> Iterator[Finding]:
         return config.model.name
 
     yield checked("data and model", places)
+    if config.identity.exists() or config.sites or config.limits.privacy == "distributed":
+        yield checked("secure sums", lambda: f"{config.own_words()}; pinned: {', '.join(config.sites)}")
     if not found.missing:
         startup = kit / "startup"
         yield checked("certificate", lambda: _dates(startup / "client.crt"))
