@@ -29,7 +29,7 @@ from prefed.data import Prompt
 from prefed.data.encoding import continuation_text
 from prefed.data.record import plain_prompt
 from prefed.data.tokens import prompt_hash
-from prefed.train.generation import Sampling, complete_batch, length_batches, padded_batches
+from prefed.train.generation import Sampling, complete_batch, padded_batches
 
 FILE, LIMIT = "completions.jsonl", "limit.json"
 LONGEST, MEASURED, ENDING = 512, 16, 0.9
@@ -93,9 +93,9 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
             f"{most}: lower it, or raise data.max_length"
         )
     sequences = [ids[number] for number, _ in wanted]
-    batches = length_batches(sequences, config.generate)
-    done = whole_batches(path, map(len, batches))
     how = _sampling(config, most)
+    batches = padded_batches(policy, sequences, how, config.generate)
+    done = whole_batches(path, map(len, batches))
     name, key = generation.stage("completions"), generation.key(alignment)
     server = config.endpoint
     remote = None if server is None or done == len(batches) else _from_endpoint(alignment, server, how)

@@ -133,7 +133,7 @@ class AlignConfig(StrictModel):
         1.0, gt=0, le=1, description="sample from the most probable tokens with this total probability"
     )
     top_k: int = Field(0, ge=0, description="sample from this many most probable tokens; 0: all")
-    generate: int = Field(16, ge=1, description="completions per batch, for prompts of equal length")
+    generate: int = Field(32, ge=1, description="completions per batch")
     endpoint: EndpointConfig | None = Field(
         None, description="a server that generates the completions; default: this process generates them"
     )

@@ -28,6 +28,7 @@ from prefed.runs.build import answered_prompts
 from prefed.runs.finished_run import ANSWERS, SITE_TEXT, Answer, no_client, prompt_text, read_answers
 from prefed.runs.summary import mean_models
 from prefed.train.generation import (
+    BATCH,
     Completion,
     Sampling,
     as_prompt,
@@ -41,8 +42,6 @@ from prefed.train.metrics import WrittenAnswer, health_sentence, text_health
 from prefed.train.metrics.text import BAND
 from prefed.train.pair_trainer import PairTrainerFactory
 
-BATCH = 16
-"""Answers that are generated together."""
 SHOWN = 2
 """Clients whose models answer where ``[report]`` names none."""
 TOKENS = (64, 256)

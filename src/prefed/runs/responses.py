@@ -29,10 +29,7 @@ from prefed.runs.append_log import Journal
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import LoadedRun
 from prefed.runs.tastes import any_taste, server_taste
-from prefed.train.generation import Sampling, as_prompt, complete_batch, length_batches
-
-BATCH = 16
-"""Number of responses to generate together."""
+from prefed.train.generation import BATCH, Sampling, as_prompt, complete_batch, padded_batches
 
 ALIGNED = Path(FOLDER) / "adapter"
 """In a run directory: the adapter of the aligned model."""
@@ -129,7 +126,7 @@ class ModelSide:
         long = self._too_long(ids)
         yield [(row, None) for row in long if row not in done]
         rows = [row for row in ids if row not in long]
-        for batch in length_batches([ids[row] for row in rows], BATCH):
+        for batch in padded_batches(backbone, [ids[row] for row in rows], self.how, BATCH):
             names = [rows[place] for place in batch]
             if all(row in done for row in names):
                 continue

@@ -36,6 +36,8 @@ _CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (
 _USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
 
+BATCH = 32
+"""Responses that are generated together, unless a setting says otherwise."""
 SCORED = 4
 """Completions that :func:`surprises` scores together."""
 
