@@ -3,8 +3,8 @@
     python experiments/smollm2/align_table.py runs/align/brief-fedvpa-seed*
 
 The runs of one row of the table, one per seed. The policy and the base model answer the first ``--prompts``
-questions of ``answers.prompts.jsonl`` greedily, within the alignment's limit of tokens. ``best of 4`` is what
-the run's labeller picks from four samples of the base model, without training. Win rates are by
+of ``--questions`` (``answers.prompts.jsonl``) greedily, within the alignment's limit of tokens. ``best of
+4`` is what the run's labeller picks from four samples of the base model, without training. Win rates are by
 the utility of ``answers.py``; brackets are 95% intervals over seeds (Student's t).
 A row has the run, both win rates, the share of labels on the policy's own completions that agree with the
 utility, for base model and policy the shares that end and loop, surprise and words, and the seconds of
@@ -43,7 +43,8 @@ from prefed.train.generation import (
 )
 from prefed.train.metrics import WrittenAnswer, seed_interval, text_health
 
-BATCH, SAMPLES, TEMPERATURE = 16, 4, 0.7
+BATCH, SAMPLES, TEMPERATURE = 32, 4, 0.7
+QUESTIONS = Path(__file__).parent / "answers.prompts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,10 @@ def main() -> None:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--prompts", type=int, default=60, metavar="N")
+    parser.add_argument("--questions", type=Path, default=QUESTIONS, metavar="FILE")
     parser.add_argument("--show", action="store_true")
     args = parser.parse_args()
-    text = (Path(__file__).parent / "answers.prompts.jsonl").read_text().splitlines()[: args.prompts]
+    text = args.questions.read_text().splitlines()[: args.prompts]
     questions = [json.loads(line)["prompt"][0]["content"] for line in text]
     rates, picks = dict[str, float](), dict[str, float]()
     for path in args.runs:

@@ -555,6 +555,30 @@ def test_policies_are_aligned_with_defaults():
         assert f"{name.partition('-')[0]}.train" in experiment.data.train.path
 
 
+def test_the_table_of_an_aligned_run_has_win_rates_by_the_utility(tmp_path):
+    """A policy that does not differ from the base model wins half of its comparisons; of three labels, one is
+    right, one wrong and one a tie. The model repeats a letter, so all answers are cut and loop."""
+    script("smollm2/answers.py", "--out", tmp_path)
+    shape = {"layers": 1, "width": 16, "heads": 2, "context": 512, "steps": 20}
+    model = make_tiny(tmp_path / "model", ["Go to bed.", "Ask them what they like."], Key(0), **shape)
+    jsonl(tmp_path / "align.jsonl", [{"prompt": [{"role": "user", "content": q}]} for q in ("Why?", "How?")])
+    few = [f"data.{part}={tmp_path}/answers.brief.{part}.jsonl" for part in ("train", "test")]
+    few += [f"model.name={model}", f"align.prompts={tmp_path}/align.jsonl", "rounds=1", "data.max_length=96"]
+    few += ["align.max_new_tokens=8", "align.temperature=2", "align.epochs=1", "align.lr=1e-12"]
+    cell = load_table(table := EXPERIMENTS / "smollm2/align.toml").cells(table)["brief-fedvpa"]
+    run(cell.experiment(*few), path := tmp_path / "brief-fedvpa-seed1")
+    labels = [{"chosen": "One.", "rejected": other} for other in ("One two.", "One three.", "Two.")]
+    labels[1] = {"chosen": "One three.", "rejected": "One."}
+    jsonl(path / "align/labels.jsonl", labels)
+    asked = ["--prompts", 2, "--questions", tmp_path / "answers.prompts.jsonl"]
+    row = next(
+        line for line in script("smollm2/align_table.py", path, *asked).splitlines() if path.name in line
+    )
+    _, policy, best_of, right, *health = [cell.strip() for cell in row.strip("| ").split("|")]
+    assert (policy, right, health[:2], health[4:6]) == ("50.0%", "50.0%", ["0%", "100%"], ["0%", "100%"])
+    assert best_of in {"0.0%", "25.0%", "50.0%", "75.0%", "100.0%"}
+
+
 def test_the_oracle_labels_by_utility(monkeypatch):
     """For brief answers, fewer words win, and as many are a tie."""
     monkeypatch.syspath_prepend(str(EXPERIMENTS / "smollm2"))

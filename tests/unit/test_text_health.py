@@ -66,6 +66,10 @@ class Words:
         ("1 . Be kind . / 2 . Be kind . / 3 . Be kind .", True),
         ("1 . Be kind . 2 . Be brave . 3 . Be calm . 4 . Be fair .", False),
         ("0 0 0 0", True),
+        ("0 , 0 , 0 , 0 ,", True),
+        # Counting is no loop.
+        ("1 , 2 , 3 , 4 , 5 , 6 .", False),
+        ("Sure : 1 , 2 , 3 , 1 0 , 1 1 . Bye", False),
     ],
 )
 def test_a_numbered_list_of_one_item_loops(text, looping):

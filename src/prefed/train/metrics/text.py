@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -87,8 +87,17 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def without_numbers(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
-    """Return the tokens that are not numbers, e.g. of the list "1. Be kind. 2. Be kind. 3. Be kind."."""
-    return [token for token in tokens if not tokenizer.decode([token]).strip().isdigit()]
+    """Return the tokens that are not numbers, e.g. of the list "1. Be kind. 2. Be kind. 3. Be kind.".
+
+    What separates numbers without words between them, as in "1, 2, 3, 4", is left out with them.
+    """
+    texts, found = [tokenizer.decode([token]).strip() for token in tokens], list[int]()
+    for words, group in groupby(zip(texts, tokens, strict=True), lambda each: any(map(str.isalpha, each[0]))):
+        own = list(group)
+        # Digits of one number may be several tokens.
+        numbers = sum(numeric for numeric, _ in groupby(text.isdigit() for text, _ in own))
+        found += [token for text, token in own if words or (numbers < 2 and not text.isdigit())]
+    return found
 
 
 def distinct_2(tokens: Sequence[int]) -> float:
