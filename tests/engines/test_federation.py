@@ -16,7 +16,6 @@ from prefed.config import ConfigError
 from prefed.core.wire import decode_state, decode_upload, encode
 from prefed.engines.backends.processes import Worker
 from prefed.networks.federation import site as site_module
-from prefed.networks.federation.decisions import withdraw
 from prefed.networks.federation.experiment import own_dataset, own_experiment
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
 from prefed.networks.federation.messages import VERSION
@@ -24,7 +23,6 @@ from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.finished_run import RunError
-from prefed.runs.forget import plan
 from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
 from toy import Warned, outcome
@@ -318,39 +316,3 @@ def test_a_false_claim_of_pairs_counts_only_where_pairs_weigh(place, sites, tmp_
 
     assert model("uniform", Claiming(sites)) == model("uniform", Within(sites))
     assert model("samples", Claiming(sites)) != model("samples", Within(sites))
-
-
-def test_a_site_takes_part_without_a_client_that_withdrew(place, tmp_path, no_processes):
-    """The run that had the client goes on nowhere; a new one is that of one process that never had it."""
-    (tmp_path / "w1w2.jsonl").write_text((place / "w1.jsonl").read_text() + (place / "w2.jsonl").read_text())
-    configs = {
-        "one": site_config(place, tmp_path, "w0", name="one"),
-        "two": site_config(tmp_path, tmp_path, "w1w2", name="two", model={"name": str(place / "model")}),
-    }
-    sites = {name: Site(config) for name, config in configs.items()}
-    federate(experiment(place), tmp_path / "old", Within(sites), TERMS)
-    with pytest.raises(
-        RunError, match=r"1\. at site 'two', `prefed site withdraw` for 'w2'; 2\. .*\[\"w2\"\]"
-    ):
-        plan(tmp_path / "old", ["w2"])
-    with pytest.raises(RunError, match="w3"):
-        plan(tmp_path / "old", ["w3"])
-    sites["two"].close()
-    states = tmp_path / "site-w1w2" / "runs"
-    assert [*states.rglob("w2@*")]
-    withdraw(configs["two"], "w2", "Dr Ada", "asked for it")
-    assert not [*states.rglob("*@*")]
-    sites["two"] = Site(configs["two"])
-    with pytest.raises(FederationError, match="site 'two' refuses: 'w2' withdrew"):
-        federate(experiment(place, rounds=4), tmp_path / "old", Within(sites), TERMS, resume=True)
-    federate(experiment(place), tmp_path / "new", Within(sites), TERMS)
-    tables = experiment(place).tables()
-    tables["data"]["exclude"] = ["w2"]
-    run(Experiment.model_validate(tables), tmp_path / "never")
-    new, never, old = (without_places(tmp_path / name) for name in ("new", "never", "old"))
-    assert new.keys() == never.keys()
-    for name in new.keys() - {"config.toml", "summary.json", "checkpoint/COMMIT.json"}:
-        assert new[name] == never[name]
-    assert new["rounds.jsonl"] != old["rounds.jsonl"]
-    for site in sites.values():
-        site.close()

@@ -259,22 +259,22 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/merge/": (1_650, ""),
     "src/prefed/methods/": (2_300, "why a round depends on clients outside its cohort"),
     "src/prefed/models/": (2_150, ""),
-    "src/prefed/networks/": (4_650, "a site's key and pins in doctor and status"),
+    "src/prefed/networks/": (4_890, "forgetting over sites: replay, confirmations"),
     "src/prefed/privacy/": (580, "discrete noise, whole numbers and masks"),
-    "src/prefed/runs/": (6_100, "prefed forget"),
+    "src/prefed/runs/": (6_130, "prefed forget: plan, replay and replacement apart"),
     "src/prefed/store/": (850, ""),
     "src/prefed/testing/": (700, ""),
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_192, "counting is no loop of text"),
-    "src/prefed/ui/": (7_420, "prefed site log, approve, withdraw"),
+    "src/prefed/ui/": (7_460, "prefed forget over sites"),
     "tests/": (2_450, ""),
     "tests/cli/": (4_850, ""),
-    "tests/engines/": (10_290, "a withdrawal; generations without tastes: twin of each stage, kills"),
+    "tests/engines/": (10_450, "forgetting over sites: methods, gone sites, noise"),
     "tests/golden/": (4_900, ""),
     "tests/laws/": (1_850, ""),
     "tests/unit/": (22_560, "a run through the table of aligned policies"),
     # Words.
-    "docs, README.md": (63_800, "where the time of a step goes on a CPU"),
+    "docs, README.md": (64_100, "forgetting in a federation"),
 }
 """Place → what it may hold, and why that was raised last, written in the commit that raises it."""
 

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Collection, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any
 
 from prefed.config import Experiment
 from prefed.core.text import listed
@@ -83,12 +85,46 @@ def check_withdrawn(gone: frozenset[str], names: dict[str, str] | None = None) -
         names: the site's clients in the run → the names that the hub knows.
     """
     if ALL in gone:
-        raise RefusalError("this site withdrew: forget all its clients, and start the run again without it")
+        raise RefusalError("this site withdrew: forget all its clients (`prefed forget`)")
     if left := sorted(reported for own, reported in (names or {}).items() if own in gone):
         raise RefusalError(
-            f"{listed(left)} withdrew from this site: start the run again in another directory; this site "
-            "takes part without them"
+            f"{listed(left)} withdrew from this site: the hub has to forget them first (`prefed forget`)"
         )
+
+
+def check_may_forget(
+    config: SiteConfig, gone: frozenset[str], names: Mapping[str, str], clients: Collection[str]
+) -> None:
+    """Refuse to delete a run for clients of this site that did not withdraw.
+
+    Args:
+        names: the site's clients in the run → the names that the hub knows.
+        clients: those that are to be forgotten, as the hub knows them.
+    """
+    own = {name for name, reported in names.items() if reported in clients}
+    if ALL not in gone and (left := sorted(own - gone)):
+        raise RefusalError(
+            f"{listed(left)} did not withdraw: stop the site, and `prefed site withdraw {config.where} NAME`"
+        )
+
+
+def delete_run(config: SiteConfig, run: str) -> dict[str, Any]:
+    """Delete everything of a run at the site but its order, and log it.
+
+    Returns:
+        When, the SHA-256 of the entry, and the paths, with those that withdrawals deleted.
+    """
+    state, log = Path(config.state), SentLog.of(config)
+    found = [path for path in sorted((state / "runs" / run).glob("*")) if path.name != "order.json"]
+    names = [str(path.relative_to(state)) for path in found]
+    for entry in log.entries():
+        if entry.get("what") in ("deleted", "forgotten"):
+            names += [path for path in entry.get("paths", ()) if path.startswith(f"runs/{run}/")]
+    logged = log.add("forgotten", run=run, paths=sorted({*names}))
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"at": at, "logged": logged, "deleted": sorted({*names})}
 
 
 def withdraw(config: SiteConfig, client: str, by: str, reason: str) -> tuple[list[str], str]:

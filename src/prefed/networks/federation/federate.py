@@ -150,7 +150,7 @@ def _run(
         )
     transport.restrict(wanted)
     least = 1 if known else (terms.at_least or len(wanted))
-    present = _gather(sites, wanted, terms, report, least)
+    present = gather(sites, wanted, terms, report, least)
     without = (
         "the run continues without {} until it returns"
         if known
@@ -371,10 +371,13 @@ def compare_versions(site: str, versions: Mapping[str, str], warn: Callable[[str
         warn(f"{text}: results may differ in the last digits")
 
 
-def _gather(
+def gather(
     sites: Sites, wanted: Sequence[str], terms: Terms, report: Callable[[str], None], least: int
 ) -> list[str]:
     """Wait for all sites, or until ``least`` of them are connected after ``terms.wait`` seconds.
+
+    Returns:
+        The connected ones of ``wanted``.
 
     Raises:
         FederationError: too few sites connect.

@@ -7,6 +7,7 @@ a round on all machines.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from prefed.engines import Backend, ClientStates, Task, TaskResult
 from prefed.networks.federation.messages import (
     Answer,
     Done,
+    Forget,
+    Forgotten,
     Hello,
     Join,
     Joined,
@@ -41,6 +44,7 @@ from prefed.networks.federation.messages import (
     order_digest,
     read_answer,
     settings_of,
+    statement_of,
     what_is_wrong,
 )
 from prefed.networks.federation.silent_sites import Silence
@@ -52,7 +56,7 @@ from prefed.networks.federation.transport import (
     UnreachableError,
 )
 from prefed.networks.federation.unix_socket import HEADER, MOST, pack, unpack
-from prefed.privacy.secure import SecureError, Session, check_upload, sum_words
+from prefed.privacy.secure import SecureError, Session, check_upload, fingerprint, signed, sum_words
 from prefed.store.states import receipt_in, receipt_state
 
 if TYPE_CHECKING:
@@ -263,6 +267,31 @@ class Sites:
             if again:
                 self._send_run(site, timeout)
         raise SiteError(f"site {site!r} does not know the run")
+
+    def forget(self, site: str, clients: Sequence[str]) -> dict[str, str]:
+        """Make a site delete everything of the run; return its statement, and its signature if it has a key.
+
+        Raises:
+            SiteError: a client of the site did not withdraw, or the answer does not confirm the deletion.
+            UnreachableError: the site does not answer.
+        """
+        request = Forget(**self._common, clients=list(clients))
+        answer = self._agreed(site, request, Forgotten)
+        about = json.loads(statement_of(request.federation, request.run, site, request.clients))
+        try:
+            stated = json.loads(answer.statement)
+            confirmed = {key: stated[key] for key in about} == about
+        except (LookupError, RecursionError, TypeError, ValueError):
+            confirmed = False
+        if not confirmed:
+            raise SiteError(f"the statement of site {site!r} is about something else")
+        if not answer.signature:
+            return {"statement": answer.statement}
+        identity = bytes.fromhex(answer.identity)
+        if not signed(identity, bytes.fromhex(answer.signature), answer.statement.encode()):
+            raise SiteError(f"the statement of site {site!r} is not signed by its key")
+        keys = {"key": fingerprint(identity), "identity": answer.identity, "signature": answer.signature}
+        return {"statement": answer.statement, **keys}
 
     def _send_run(self, site: str, timeout: float) -> None:
         self.join(site, self._experiment, timeout)

@@ -202,6 +202,17 @@ class Publish(Request):
     model: str
 
 
+class Forget(Request):
+    """Delete everything of this run, which had clients that withdrew, and confirm it.
+
+    Attributes:
+        clients: all that withdrew, also those of other sites, as the hub knows them.
+    """
+
+    kind: Literal["forget"] = "forget"
+    clients: list[str]
+
+
 class Leave(Request):
     """End the run at the site."""
 
@@ -216,6 +227,7 @@ REQUESTS: Mapping[object, type[Request]] = {
     "evaluate": Visit,
     "sum": Sum,
     "published": Publish,
+    "forget": Forget,
     "leave": Leave,
 }
 
@@ -278,6 +290,29 @@ class Summed(Answer):
     receipts: dict[str, Receipt] = {}
     signature: Signature | Literal[""] = ""
     used: bool = False
+
+
+class Forgotten(Answer):
+    """Answer to :class:`Forget`.
+
+    Attributes:
+        statement: from :func:`statement_of`.
+        identity, signature: the site's public key and its signature of the statement; empty without a key.
+    """
+
+    statement: str
+    identity: Key | Literal[""] = ""
+    signature: Signature | Literal[""] = ""
+
+
+def statement_of(federation: str, run: str, site: str, clients: list[str], **done: Any) -> str:
+    """What a site confirms, as JSON.
+
+    Args:
+        done: when it deleted what, and the SHA-256 of the line about it in the site's log.
+    """
+    about = {"prefed": "forgotten", "federation": federation, "run": run, "site": site, "clients": clients}
+    return json.dumps(about | done)
 
 
 A = TypeVar("A", bound=Answer)

@@ -26,7 +26,9 @@ from prefed.networks.federation.audit_log import SentLog, contents
 from prefed.networks.federation.config import SiteConfig, check_places
 from prefed.networks.federation.decisions import (
     check_approved,
+    check_may_forget,
     check_withdrawn,
+    delete_run,
     run_digest,
     withdrawn,
 )
@@ -50,6 +52,7 @@ from prefed.networks.federation.messages import (
     FORMAT,
     PACKAGES,
     VERSION,
+    Forget,
     Join,
     Keys,
     Leave,
@@ -63,6 +66,7 @@ from prefed.networks.federation.messages import (
     own_version,
     read_request,
     settings_of,
+    statement_of,
 )
 from prefed.networks.federation.privacy_ledger import Releases
 from prefed.networks.federation.unix_socket import pack, unpack
@@ -197,6 +201,8 @@ class Site:
                     return self._sum(run, request, body)
                 case Publish():
                     return self._keep(run, request, body)
+                case Forget():
+                    return self._forget(run, request.clients)
                 case Leave():
                     self._stop()
         return pack()
@@ -472,6 +478,31 @@ class Site:
         self._say(f"run {run[:8]}: ended after round {number}; export its models with `prefed site export`")
         return pack()
 
+    def _forget(self, run: str, clients: list[str]) -> bytes:
+        """Delete everything of a run but that it was deleted, and confirm it. A repeated request is answered
+        alike.
+        """
+        path = self._order_path(run)
+        order = files.loads_with_digest(path.read_bytes()) if path.exists() else {"names": {}}
+        check_may_forget(self.config, self._withdrawn, order["names"], clients)
+        if "forgotten" not in order:
+            if self._run == run:
+                self._stop()
+            self._participants.pop(run, None)
+            self._answers.clear()
+            self._steps = "", {}
+            order = {"names": order["names"], "forgotten": delete_run(self.config, run)}
+            if path.exists():
+                self._write_order(run, order)
+        self._say(f"run {run[:8]}: deleted, because clients withdrew")
+        statement = statement_of(self.config.federation, run, self.config.name, clients, **order["forgotten"])
+        if not self.config.identity.exists():
+            return pack(statement=statement)
+        own = Identity.at(self.config.identity)
+        return pack(
+            statement=statement, identity=own.public.hex(), signature=own.sign(statement.encode()).hex()
+        )
+
     def _work(self, run: str, order: dict[str, Any], task: Task, state: bytes | None) -> dict[str, Any]:
         """Run a task in the training process. If the process dies, it is restarted once."""
         for last in (False, True):
@@ -495,7 +526,10 @@ class Site:
 
     def _read_order(self, run: str) -> dict[str, Any] | None:
         path = self._order_path(run)
-        return files.loads_with_digest(path.read_bytes()) if path.exists() else None
+        order: dict[str, Any] | None = files.loads_with_digest(path.read_bytes()) if path.exists() else None
+        if order is not None and "forgotten" in order:
+            raise RefusalError("this site deleted what it had of this run, because clients withdrew")
+        return order
 
     def _write_order(self, run: str, order: dict[str, Any]) -> None:
         files.private_folder(self._order_path(run).parent)

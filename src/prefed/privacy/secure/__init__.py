@@ -11,7 +11,7 @@ A site enters a sum only with sites whose identities its administrator has pinne
 ``prefed[secure]``. Noise in the sum is in :mod:`prefed.privacy.distributed`.
 """
 
-from prefed.privacy.secure.identity import Identity, SecureError, fingerprint
+from prefed.privacy.secure.identity import Identity, SecureError, fingerprint, signed
 from prefed.privacy.secure.sums import (
     LEAST,
     Member,
@@ -34,5 +34,6 @@ __all__ = [
     "check_upload",
     "fingerprint",
     "sha256",
+    "signed",
     "sum_words",
 ]

@@ -267,7 +267,9 @@ def site(
             client = decisions.ALL if everybody else words[2]
             deleted, entry = decisions.withdraw(config, client, by, reason)
             typer.echo("\n".join(f"deleted {printable(each)}" for each in deleted) or "nothing to delete")
-            typer.echo("The hub has to start the runs again that had it; see docs/forgetting.md.")
+            typer.echo(
+                "Start the site again; the hub then runs `prefed forget RUN --client NAME --yes --hub HUB`."
+            )
         typer.echo(f"logged as {entry}")
         return
     if word == "keys":

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prefed.ui.cli.arguments import AsJson, RunFolder, given_words
-from prefed.ui.cli.errors import interruptible
-from prefed.ui.cli.output import print_json, progress_console, terminal
+from prefed.ui.cli.errors import UsageError, interruptible
+from prefed.ui.cli.output import print_json, print_progress, progress_console, terminal
 
 if TYPE_CHECKING:
-    from prefed.runs.forget import Plan
+    from prefed.core import Callback
+    from prefed.runs.descendants import Plan
 
 
 def forget(
@@ -33,6 +35,19 @@ def forget(
         list[str] | None,
         typer.Option("--set", metavar="KEY=PATH", help="Where data or a model of the run are now."),
     ] = None,
+    hub: Annotated[
+        Path | None, typer.Option(help="For a run over sites, with --yes: the hub's folder.")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0, help="For a run over sites: seconds to wait for all to connect.")
+    ] = 120.0,
+    at_least: Annotated[
+        int | None,
+        typer.Option(min=1, help="For a run over sites: replay it after --wait with at least so many."),
+    ] = None,
+    visit: Annotated[
+        float, typer.Option(min=1, help="For a run over sites: timeout of a site's task in seconds.")
+    ] = 600.0,
     yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, only the plan is printed.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -42,11 +57,12 @@ def forget(
     """
     words = ["prefed", "forget", str(run), *given_words(context, ("as_json",))]
     with interruptible(words, None, True, kept="the run is as before", again=()):
-        from prefed.runs import forget as forgetting
-
         names, changes = client or [], overrides or []
+        over_sites = hub is not None or (run / "federation.json").exists()
+        if over_sites and (rows or changes):
+            raise UsageError("--rows and --set are for runs in one place: the hub has no pairs")
         if not yes:
-            planned = forgetting.plan(run, names, rows, changes)
+            planned = _plan(run, names, rows, changes, over_sites=over_sites)
             if as_json:
                 print_json(asdict(planned))
             else:
@@ -54,12 +70,50 @@ def forget(
                 typer.echo("nothing was changed; to do it, add --yes")
             return
         console = progress_console(as_json)
-        made = forgetting.forget(run, names, rows, overrides=changes, callbacks=terminal(console))
+        if over_sites:
+            made = _over_sites(run, names, hub, (wait, at_least, visit), terminal(console))
+        else:
+            from prefed.runs.forget import forget as forget_clients
+
+            made = forget_clients(run, names, rows, overrides=changes, callbacks=terminal(console))
         if as_json:
             print_json({"certificates": [str(path) for path in made]})
         else:
             for path in made:
                 typer.echo(f"certificate: {path}")
+
+
+def _plan(run: Path, names: list[str], rows: str | None, changes: list[str], *, over_sites: bool) -> Plan:
+    if over_sites:
+        from prefed.networks.federation import forget as over
+
+        return over.plan(run, names)
+    from prefed.runs import forget as here
+
+    return here.plan(run, names, rows, changes)
+
+
+def _over_sites(
+    run: Path,
+    names: list[str],
+    hub: Path | None,
+    times: tuple[float, int | None, float],
+    callbacks: list[Callback],
+) -> list[Path]:
+    if hub is None:
+        raise UsageError(f"{run} ran over sites, which replay it: --yes requires --hub, the hub's folder")
+    from prefed.networks.federation.flare import check_installed
+
+    check_installed()
+    from prefed.networks.federation.federate import Terms
+    from prefed.networks.federation.flare.kits import Kits
+    from prefed.networks.federation.flare.transport import FlareTransport
+    from prefed.networks.federation.forget import forget as forget_clients
+
+    kits = Kits.open(hub)
+    with FlareTransport(kits) as transport:
+        terms = Terms(kits.federation, kits.sites, *times)
+        return forget_clients(run, names, transport, terms, callbacks=callbacks, report=print_progress)
 
 
 def _print(planned: Plan) -> None:
