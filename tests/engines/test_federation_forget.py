@@ -4,6 +4,7 @@ deletes what it has of the old one, and the certificate has their statements."""
 import json
 
 import pytest
+import tomli_w
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 import toy
@@ -13,6 +14,7 @@ from prefed.core import files
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog, check_chain
 from prefed.networks.federation.decisions import withdraw
+from prefed.networks.federation.experiment import load_federated
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.forget import forget, plan
 from prefed.networks.federation.messages import FORMAT, VERSION, SiteError
@@ -153,16 +155,21 @@ def test_a_site_that_is_gone_is_named(place, opened, tmp_path):
 
 
 def test_all_of_a_site_withdraw(place, opened, tmp_path):
-    """The site takes no part in the replay, and confirms. Without the rest of the sites there is none."""
+    """The site takes no part in the replay, and confirms. Without the rest of the sites there is none. The
+    experiment names no data, as most hubs' do."""
     sites, withdraws = opened
-    old = tmp_path / "old"
-    federate(experiment(place, rounds=1), old, Within(sites), TERMS)
+    old, file = tmp_path / "old", tmp_path / "experiment.toml"
+    tables = experiment(place, rounds=1).tables()
+    del tables["data"]["train"], tables["data"]["partition"]
+    file.write_text(tomli_w.dumps(tables))
+    federate(load_federated(file, None, []), old, Within(sites), TERMS)
     withdraws("*")
     with pytest.raises(FederationError, match="0 of 1 sites connected within 0 seconds; missing: one"):
         forget(old, ["w1", "w2"], Within({"two": sites["two"]}), TERMS)
     certificates = forget(old, ["w1", "w2"], Within(sites), TERMS)
     assert [path.name for path in certificates] == ["w1.json", "w2.json"]
     assert json.loads((old / "summary.json").read_text())["sites"] == {"one": ["w0"]}
+    load_federated(file, None, ["data.exclude=['w1', 'w2']"])
     assert all("statement" in said for said in json.loads(certificates[0].read_text())["sites"].values())
 
 

@@ -262,6 +262,12 @@ def test_a_file_may_leave_out_what_sites_have(tmp_path):
     path.write_text('[model]\nname = "m"\n[method]\nname = "feddpo"\n[data]\nmax_length = 64\n')
     loaded = load_federated(path, None, ["rounds=2"])
     assert (loaded.data.train.path, loaded.data.max_length, loaded.rounds) == (HELD, 64, 2)
+    # What a hub leaves out has a name, but not at a site that draws its clients.
+    text = experiment_for_sites(load_federated(path, None, ["data.exclude=['w0']"]))
+    drawn = site_config(tmp_path, tmp_path, "w0")
+    assert own_experiment(text, drawn).data.exclude == ("w0",)
+    drawn.data["partition"] = {"by": "iid", "clients": 2}
+    assert own_experiment(text, drawn).data.exclude == ()
 
 
 def request(**header):

@@ -27,6 +27,8 @@ from prefed.runs.build import (
 
 HELD = "held by the sites"
 """The data source of an experiment that names none."""
+NAMED = {"by": "column", "column": "client"}
+"""Its partition if it leaves out clients, who have names only then."""
 
 
 def load_federated(file: Path, cell: str | None, overrides: Sequence[str]) -> Experiment:
@@ -45,7 +47,7 @@ def load_federated(file: Path, cell: str | None, overrides: Sequence[str]) -> Ex
         raise ConfigError(f"{file}: data must be a table")
     if "train" not in data:
         data["train"] = HELD
-        data.setdefault("partition", {"by": "iid", "clients": 1})
+        data.setdefault("partition", NAMED if data.get("exclude") else {"by": "iid", "clients": 1})
     allow_code(tables, file)
     return Experiment.from_tables(tables, str(file), origins)
 
@@ -104,6 +106,8 @@ def own_experiment(text: str, config: SiteConfig, withdrawn: Collection[str] = (
     data = {key: value for key, value in _table(tables, "data").items() if key not in OWN_DATA}
     if withdrawn and isinstance(exclude := data.get("exclude", []), list):
         data["exclude"] = [*exclude, *sorted({*withdrawn} - {*map(str, exclude)})]
+    if config.data.get("partition", {}).get("by", "source") not in ("column", "source", "file"):
+        data.pop("exclude", None)  # the site draws its clients, who are nobody in particular
     model = {**_table(tables, "model"), "name": config.model.name}
     if config.model.device is not None:
         model["device"] = config.model.device

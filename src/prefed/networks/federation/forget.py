@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prefed.config import to_toml
+from prefed.config import Experiment, to_toml
 from prefed.core import Callback, files
+from prefed.networks.federation.experiment import HELD, NAMED
 from prefed.networks.federation.federate import FILE, PREPARE, Terms, federate, gather
 from prefed.networks.federation.hub import Sites
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
@@ -97,7 +98,10 @@ class _Forgetting:
         if not self.left:
             raise RunError(f"{path}: no other client is left: delete the run")
         self.experiment = recorded_experiment(self.record)
-        self.without = never_had(self.experiment, self.clients)
+        tables = self.experiment.tables()
+        if tables["data"]["train"] == {"path": HELD}:
+            tables["data"]["partition"] = NAMED
+        self.without = never_had(Experiment.from_tables(tables, "the replay"), self.clients)
 
     def plan(self) -> Plan:
         """See :func:`plan`."""
