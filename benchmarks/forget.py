@@ -140,6 +140,7 @@ def disclosure(seed: int) -> None:
     import common
 
     from prefed import Experiment, run
+    from prefed.runs.disclosure import membership
     from prefed.runs.forget import forget
     from prefed.runs.loaded_run import load_run
 
@@ -180,13 +181,9 @@ def disclosure(seed: int) -> None:
         for when in ("before", "after", "before - after"):
             for who in ("removed", "remaining"):
                 member, other = margins[when, who], margins[when, "never"]
-                above = np.sign(member[:, None] - other[None, :]) / 2 + 0.5
-                # DeLong's standard error.
-                error = np.sqrt(
-                    above.mean(1).var(ddof=1) / len(member) + above.mean(0).var(ddof=1) / len(other)
-                )
+                found = membership(member, other)
                 print(
-                    f"seed {seed}: margin {when:14} {who:9} AUC {above.mean():.3f} ± {error:.3f} "
+                    f"seed {seed}: margin {when:14} {who:9} AUC {found['auc']:.3f} ± {found['error']:.3f} "
                     f"({len(member)} against {len(other)} pairs)",
                     flush=True,
                 )

@@ -18,6 +18,7 @@ from prefed.data import DataError, FederatedDataset
 from prefed.runs import forget as forgetting
 from prefed.runs.finished_run import RunError
 from prefed.runs.forget import forget, plan
+from prefed.runs.loaded_run import load_run
 from prefed.store import CheckpointConfig, RunReader, StoreError
 from toy import outcome
 
@@ -236,6 +237,49 @@ def test_pairs_of_a_client(place, tmp_path):
     assert {name: a[name] for name in names} == {name: b[name] for name in names}
     # config.toml names the folder of the run, so what comes after works.
     prefed_("evaluate", tmp_path / "run", "--split", "train")
+
+
+def test_what_both_models_disclose(place, tmp_path):
+    """The certificate's AUC are those of all pairs of scores, one by one, under the models that are left."""
+    draw = np.random.default_rng(2)
+    texts = ["".join(draw.choice(list("abcdef "), 12)) for _ in range(60)]
+    rows = [
+        {"prompt": t, "chosen": " up", "rejected": " down", "worker": NAMES[n % 2]}
+        for n, t in enumerate(texts)
+    ]
+    for name, part in (("train", rows[:36]), ("test", rows[36:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    run(experiment(place, {}, **paths), tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "old")
+    (certificate,) = forget(tmp_path / "run", ["ann"])
+    old, models = load_run(tmp_path / "old", data=True), {}
+    for name in ("old", "run"):
+        models[name] = load_run(tmp_path / name).published_model
+
+    def margins(split):
+        found = [
+            old.trainers.pair_trainer.score(models[name], getattr(old.trainers.dataset.clients["ann"], split))
+            for name in models
+        ]
+        shifts = [scores.policy - scores.reference for scores in found]
+        before, after = ([float(chosen - rejected) for chosen, rejected in each] for each in shifts)
+        return {
+            "before": before,
+            "after": after,
+            "difference": [a - b for a, b in zip(before, after, strict=True)],
+        }
+
+    inside, outside, disclosed = (
+        margins("train"),
+        margins("test"),
+        json.loads(certificate.read_text())["disclosed"],
+    )
+    assert disclosed["pairs"] == [18, 12]
+    for name in inside:
+        above = [(a > b) + (a == b) / 2 for a in inside[name] for b in outside[name]]
+        assert disclosed[name]["auc"] == pytest.approx(sum(above) / (18 * 12), abs=0.01)
+    assert len({disclosed[name]["auc"] for name in inside}) == 3
 
 
 def test_what_is_refused(place, runs, tmp_path, subtests):

@@ -22,13 +22,14 @@ from prefed.data.build import clients_of_groups
 from prefed.data.config import ByColumn, ByFile, BySource
 from prefed.data.dataset import read_manifest
 from prefed.data.errors import ErrorCollector
-from prefed.data.record import pair_digest
+from prefed.data.record import Record, pair_digest
 from prefed.data.sources import ReadCounts, read_records
 from prefed.data.sources.huggingface import looks_like_hub_name
 from prefed.methods import METHODS
 from prefed.runs.align import align, read_settings
 from prefed.runs.build import build_data
 from prefed.runs.descendants import NOISED, Plan, elsewhere, in_the_run, in_the_sources, is_in_memory
+from prefed.runs.disclosure import disclosure
 from prefed.runs.finished_run import RunError, RunRecord, no_client, read_run
 from prefed.runs.loaded_run import recorded_experiment, source_like
 from prefed.runs.memory import FOLDER as MEMORY
@@ -183,11 +184,8 @@ class _Forgetting:
         """
         client = self.clients[0] if self.clients else ""
         config = self.experiment.data.model_copy(update={"rows": None})
-        errors, tokens, found = ErrorCollector(), self.dataset.tokens, dict[str, None]()
-        known = {
-            pair_digest(client, record.swapped() if tokens.flipped[row] else record)
-            for row, record in ((row, tokens.record(row)) for row in range(len(tokens)))
-        }
+        errors, found = ErrorCollector(), dict[str, None]()
+        known = {pair_digest(client, self._record(row)) for row in range(len(self.dataset.tokens))}
         for record, location in read_records(
             source_like(config, rows), config, "train", client or None, errors, ReadCounts()
         ):
@@ -291,7 +289,25 @@ class _Forgetting:
         if planned.aligns:
             align(place.new, read_settings(self.record), callbacks=callbacks)
         planned = replace(planned, seconds=time.perf_counter() - started)
-        return place.conclude(planned, request, self.without)
+        disclosed = disclosure(self.run, place.new, *self._removed())
+        return place.conclude(planned, request, self.without, disclosed=disclosed)
+
+    def _removed(self) -> tuple[list[int], list[int]]:
+        """The rows of the training pairs that are forgotten, and of held-out pairs of the same clients."""
+        gone = {*self.digests}
+        own = [self.dataset.clients[name] for name in self.clients if name in self.dataset.clients]
+        held_out = [row for data in own for row in (*data.validation.tolist(), *data.test.tolist())]
+        training = [row for data in own for row in data.train.tolist()]
+        if gone:
+            (client,) = self.clients or ("",)
+            training = [r for r in training if pair_digest(client, self._record(r)) in gone]
+        return training, held_out
+
+    def _record(self, row: int) -> Record:
+        """A pair as its source has it."""
+        tokens = self.dataset.tokens
+        record = tokens.record(row)
+        return record.swapped() if tokens.flipped[row] else record
 
     def _placed(self, run: Path) -> Experiment:
         """The experiment of the replay in ``run``, with the paths of its copies of pairs from memory."""

@@ -23,6 +23,7 @@ from prefed.networks.federation.hub import Sites
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
 from prefed.runs.align import align, read_settings
 from prefed.runs.descendants import NOISED, Descendant, Plan, elsewhere, in_the_run
+from prefed.runs.disclosure import unknown
 from prefed.runs.finished_run import RunError, no_client
 from prefed.runs.forget import never_had, read_unedited, untracked
 from prefed.runs.loaded_run import recorded_experiment
@@ -155,6 +156,7 @@ class _Forgetting:
         confirmed |= old.ask([site for site in self.known["sites"] if site not in confirmed], terms, report)
         rounds = [json.loads(line) for line in (place.new / "rounds.jsonl").read_bytes().splitlines()]
         more = {
+            "disclosed": unknown("the pairs are at the sites"),
             "missed": sum(len(each["dropped"]) for each in rounds),
             "federation": self.known["federation"],
             "federation_run": self.known["run"],
