@@ -1,7 +1,7 @@
 r"""Forgetting a client: equality with the run that never had it, its cost, and what both models disclose.
 
     python benchmarks/forget.py same [--only feddpo fedper]     # every method, rule, engine and stage
-    python benchmarks/forget.py cost                            # rounds by first visit and by what is kept
+    python benchmarks/forget.py cost --out cost.svg             # by first visit and by what is kept
     python benchmarks/forget.py disclosure --seed 0             # membership of pairs, by model
 
 ``same`` runs the cases of ``same_numbers.py`` whose data name the clients: with the client, without it, and
@@ -18,6 +18,7 @@ import gzip
 import json
 import logging
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -109,30 +110,54 @@ def _holds(run: Path, needles: list[bytes]) -> int:
     )
 
 
-def cost(place: Path, rounds: int = 24) -> None:
-    """One client a round, so that first visits are spread."""
+def cost(args: argparse.Namespace) -> None:
+    """One client a round, so that first visits are spread. CPU seconds: other processes do not count."""
     from prefed.runs.forget import forget, plan
 
-    for keep in (None, "all", "log", 4):
-        changes: dict[str, Any] = {"rounds": rounds, "cohort": {"size": 1}, "evaluate": {"every": 0}}
-        changes |= {"checkpoint": {"keep": keep}} if keep else {}
-        with tempfile.TemporaryDirectory() as folder:
-            whole = run_of(place, Path(folder, "run"), changes)
-            size = sum(p.stat().st_size for p in Path(folder, "run/checkpoint").rglob("*") if p.is_file())
-            plans = {client: plan(Path(folder, "run"), [client]) for client in clients(place)}
-            first = first_visits(Path(folder, "run"), list(plans))
-            last = max(first, key=lambda client: first[client])
-            started = time.perf_counter()
-            forget(Path(folder, "run"), [last])
-            took = time.perf_counter() - started
-            by_visit = ", ".join(
-                f"{first[c]}: {plans[c].rounds}" for c in sorted(first, key=lambda c: first[c])
-            )
-            print(
-                f"keep {keep}: checkpoint {size / 1024:.0f} KiB; first visit: rounds replayed of {rounds}: "
-                f"{by_visit}; client of round {first[last]}: {took:.1f} s, run {whole:.1f} s",
-                flush=True,
-            )
+    place, rounds = args.place, args.rounds
+    base: dict[str, Any] = {"rounds": rounds, "cohort": {"size": 1}, "evaluate": {"every": 0}}
+    base |= {"method": {"local_steps": args.steps}, "model": {"name": str(args.model or place / "model")}}
+    found: dict[str, dict[int, tuple[int, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        fresh: dict[str, float] = {}
+        for keep in args.keep:
+            run, kept = Path(folder, keep, "run"), int(keep) if keep.isdigit() else keep
+            run_of(place, run, base | ({"checkpoint": {"keep": kept}} if keep != "none" else {}))
+            first = first_visits(run, clients(place))
+            size = sum(path.stat().st_size for path in (run / "checkpoint").rglob("*") if path.is_file())
+            rows = found.setdefault(f"{keep} ({size / 1024:,.0f} KiB)", {})
+            for client in sorted(first, key=lambda each: first[each])[: args.clients]:
+                if client not in fresh:
+                    started = time.process_time()
+                    run_of(place, Path(folder, "never", client), base, client)
+                    fresh[client] = time.process_time() - started
+                copy = Path(folder, client, keep, "run")
+                shutil.copytree(run, copy)
+                replayed, started = plan(copy, [client]).rounds, time.process_time()
+                forget(copy, [client])
+                took = time.process_time() - started
+                rows[first[client]] = replayed, took / fresh[client]
+                print(f"{keep}: first visit {first[client]}, {took:.1f} of {fresh[client]:.1f} s", flush=True)
+    names = sorted({number for rows in found.values() for number in rows})
+    print("| kept | " + " | ".join(map(str, names)) + " |\n|" + "---|" * (len(names) + 1))
+    for keep, rows in found.items():
+        print(f"| {keep} | " + " | ".join(f"{rows[n][0]} ({rows[n][1]:.2f})" for n in names) + " |")
+    if args.out is not None:
+        draw(found, rounds, args.out)
+
+
+def draw(found: dict[str, dict[int, tuple[int, float]]], rounds: int, out: Path) -> None:
+    """Cost by first visit, a line for each of what is kept, drawn as prefed draws its plots."""
+    from prefed.ui.pages.chart_data import Axis, Chart, Line, Panel, look_of
+    from prefed.ui.pages.plot_file import save
+
+    lines = []
+    for index, (keep, rows) in enumerate(found.items()):
+        points = [(float(number), share) for number, (_, share) in sorted(rows.items())]
+        lines.append(Line(f"keep: {keep}", points, [""] * len(points), look_of(index)))
+    x = Axis(f"round of the client's first visit, of {rounds}", whole=True)
+    y = Axis("cost relative to training from the start", zero=True)
+    save(Chart("forget-cost", "cost of forgetting", "", [Panel(x, y, lines, at_y=1.0)]), out)
 
 
 def disclosure(seed: int) -> None:
@@ -196,6 +221,12 @@ def main() -> None:
     parser.add_argument("what", choices=["same", "cost", "disclosure"])
     parser.add_argument("--place", type=Path, default=Path(tempfile.gettempdir(), "prefed-place"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=24, help="of cost")
+    parser.add_argument("--steps", type=int, default=20, help="of cost: steps of a visit")
+    parser.add_argument("--model", type=Path, help="of cost: a folder (default: that of the place)")
+    parser.add_argument("--keep", nargs="+", default=["none", "log", "all", "4"], help="of cost")
+    parser.add_argument("--clients", type=int, help="of cost: at most so many, by their first visit")
+    parser.add_argument("--out", type=Path, help="of cost: the picture")
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -208,7 +239,7 @@ def main() -> None:
     if args.what == "same":
         same(args.place, args.only)
     else:
-        cost(args.place)
+        cost(args)
 
 
 if __name__ == "__main__":
