@@ -3,23 +3,29 @@
 import itertools
 import json
 import shutil
+from contextlib import suppress
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import toy
+from crashes import Crash, Failing
 from federating import Here, Within, experiment, site_config
 from prefed import run
 from prefed.config import ConfigError
-from prefed.core import Download, Key
+from prefed.core import Download, Key, files
 from prefed.core.wire import encode
 from prefed.engines import privacy as engine_privacy
+from prefed.networks.federation import audit_log
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
+from prefed.networks.federation.hub import Attempt, Sites
 from prefed.networks.federation.messages import FORMAT, VERSION, Keys, Sum, order_digest, settings_of
 from prefed.networks.federation.privacy_ledger import Releases
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.transport import UnreachableError
+from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.privacy import Grid, guarantee_of
 from prefed.privacy.secure import Identity, Participant, fingerprint, sum_words
@@ -128,6 +134,41 @@ def test_a_federation_is_its_simulation(method, dies, place, tmp_path, seeded):
         assert spent(tmp_path, name) == {f"w{number}": 2 * 2.0**-2}
 
 
+def test_a_hub_that_is_killed_at_any_message_gets_each_sum_once(place, tmp_path, seeded):
+    """The n-th process of the hub is killed at its message 8 + 2n, before or after the site has it: those are
+    sums, metrics and the last models. The run ends as one process leaves it, and each site has counted two
+    releases, one a round."""
+    asked = private(place)
+    run(asked, tmp_path / "alone")
+    sites, kills = opened(place, tmp_path), []
+
+    class Dies(Within):
+        left = itertools.count(1)
+
+        def call(self, site, request, timeout, most):
+            number = next(self.left)
+            if number == self.at and number % 4:
+                raise KeyboardInterrupt
+            answer = super().call(site, request, timeout, most)
+            if number == self.at:
+                raise KeyboardInterrupt
+            return answer
+
+    for at in itertools.count(10, 2):
+        transport = Dies(sites)
+        transport.at, transport.left = at, itertools.count(1)
+        try:
+            federate(asked, tmp_path / "over", transport, TERMS, resume=at > 10)
+            break
+        except KeyboardInterrupt:
+            kills.append(at)
+    closed(sites)
+    assert len(kills) > 5
+    assert server(tmp_path / "over") == server(tmp_path / "alone")
+    for number, name in enumerate(NAMES):
+        assert spent(tmp_path, name) == {f"w{number}": 2 * 2.0**-2}
+
+
 def test_the_noise_of_workers_and_of_one_process_is_the_same(place, tmp_path):
     """Drawn from the run's seed, site by site."""
     asked = private(place, sites=3, rounds=1)
@@ -222,13 +263,20 @@ class Hub:
         self.run, self.model = "0" * 16, b""
         self.text = experiment_for_sites(private(place, rounds=4))
         self.clients = ["w0", "w1", "w2", "w3"]
-        self.others = {
-            name: Participant(own, "wards", self.run, name)
-            for name, own in identities(folder).items()
-            if name != "site-a"
-        }
+        self.start_run()
         self.open(**limits)
         self.body = encode(Download({}, {}))
+
+    def start_run(self):
+        """Begin another run, with new keys of the other sites."""
+        self.run = f"{int(self.run, 16) + 1:016x}"
+        self.others = {
+            name: Participant(own, "wards", self.run, name)
+            for name, own in identities(self.folder).items()
+            if name != "site-a"
+        }
+        if hasattr(self, "site"):
+            self.join()
 
     def open(self, **limits):
         """Start site a anew, and join it."""
@@ -239,6 +287,10 @@ class Hub:
         data = {"train": str(self.place / "w0.jsonl"), "partition": {"by": "column", "column": "worker"}}
         changes = {"name": "site-a", "sites": pins, "data": data, "limits": limits}
         self.site = Site(site_config(self.place, self.folder, "site-a", **changes))
+        self.join()
+
+    def join(self):
+        """Send site a the run."""
         self.say(kind="join", experiment=self.text)
         header, _ = self.say(kind="start", members=self.clients, unseen=[])
         self.own = Keys.model_validate(header["keys"])
@@ -333,6 +385,43 @@ def test_an_attempt_has_one_answer_whatever_was_killed(hub):
     assert "there is no sum in 'train' in round 1" in hub.sum()
 
 
+def test_a_site_that_is_killed_at_any_write_answers_an_attempt_once(hub, monkeypatch):
+    """In each run the site is killed at a later write of its first sum, half done, and started again. Then a
+    sum of other sites under this attempt, and the old request: at most one of them has words. Any noise is
+    in one sum only, and every release is in the ledger."""
+    sums, mask = [], Participant.mask
+
+    def masked(participant, words, session):
+        sums.append((words.tobytes(), session.name))
+        return mask(participant, words, session)
+
+    monkeypatch.setattr(Participant, "mask", masked)
+    outcomes = []
+    for at in itertools.count(1, 2):
+        hub.start_run()
+        counted = spent_by_w0(hub)
+        with monkeypatch.context() as patch:
+            failing = Failing(at)
+            for module in (files, audit_log):
+                patch.setattr(module, "os", failing)
+            with suppress(Crash):
+                hub.sum()
+        old = hub.own
+        hub.open()
+        other, new = hub.sum(without=["site-d"]), hub.own
+        hub.own = old
+        answers = [each for each in (other, hub.sum()) if isinstance(each, bytes)]
+        hub.own = new
+        assert len(answers) <= 1
+        assert isinstance(hub.sum(attempt=2, without=["site-d"]), bytes)
+        assert spent_by_w0(hub) - counted > len(answers)
+        outcomes.append((other == "used", len(answers)))
+        if failing.left > 0:
+            break
+    assert {*outcomes} == {(False, 1), (True, 0), (True, 1)}
+    assert len({words for words, _ in sums}) == len({name for _, name in sums}) == len(sums)
+
+
 def test_a_restored_disk_repeats_no_mask(hub):
     """The state folder is put back to before the answer, and the site started from it: an old request is of
     old keys, which this process has not. A new one has other masks, which the sites that had answered do not
@@ -393,16 +482,62 @@ def test_a_lying_hub_is_refused_by_name(hub):
     assert spent_by_w0(hub) == 0
 
 
-def test_a_flipped_byte_of_a_request_is_refused_or_changes_nothing(hub):
-    """Every 97th byte of a request, one bit at a time: no words leave the site, unless they are those of the
-    request as it was."""
-    request, _ = hub.request()
-    whole = pack(hub.body, **request.model_dump())
-    answer = hub.site.answer(whole)
-    for place in range(0, len(whole), 97):
-        flipped = whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
-        _, words = unpack(hub.site.answer(flipped))
-        assert not words or hub.site.answer(flipped) == answer
+class Flips:
+    """Carries messages to site a; one bit of one of them is another one at its end.
+
+    Args:
+        which: the way, ``to`` or ``from`` the site, and the kind of the request.
+        place: of the byte, as a share of the message's length.
+    """
+
+    def __init__(self, site, which, place, bit):
+        self.site, self.which, self.place, self.bit = site, which, place, bit
+
+    def flipped(self, which, message):
+        if which != self.which:
+            return message
+        self.which, changed = None, bytearray(message)
+        changed[int(self.place * len(message))] ^= 1 << self.bit
+        return bytes(changed)
+
+    def call(self, site, request, timeout, most):
+        kind = unpack(request)[0]["kind"]
+        answer = self.site.answer(self.flipped(("to", kind), request))
+        return self.flipped(("from", kind), answer)
+
+
+MESSAGES = [(way, kind) for kind in ("join", "start", "sum") for way in ("to", "from")]
+
+
+@settings(
+    max_examples=4 * settings().max_examples, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.sampled_from(MESSAGES), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
+def test_a_flipped_bit_of_any_message_is_refused_or_changes_nothing(hub, which, place, bit):
+    """Of a run's join, start and sum, and of the answers to them: the hub reads why there are no words, or
+    words in which the other sites' masks cancel, and what is left is the site's update and noise."""
+    hub.start_run()
+    sites = Sites(Flips(hub.site, which, place, bit), "wards", hub.run, 1.0)
+    why = ""
+    try:
+        sites.join("site-a", hub.text)
+        sites.start("site-a", hub.clients, [], "")
+    except FederationError as error:
+        why = str(error)
+    if why:
+        assert "site 'site-a' " in why
+        return
+    sites.keys |= {name: Keys.of(other.member) for name, other in hub.others.items()}
+    attempt = Attempt(1, "train", NAMES, 1024, {"site-a": {"w0": None}})
+    request = sites.request_sum(attempt, NAMES, 1, hub.body)["site-a"]
+    answer, words = sites.sum("site-a", request, hub.body, 1.0)
+    if not words:
+        assert answer.refused or answer.failed or answer.unknown or answer.used
+        return
+    session, grid = sites.session(request, hub.body), Grid.of(private(hub.place).privacy, 4, 4)
+    masks = [other.mask(np.zeros(1024, np.uint32), session) for other in hub.others.values()]
+    noise = sum_words([np.frombuffer(words, "<u4"), *masks]) - np.trunc(np.ones(1024) * 1e-3 / grid.step)
+    assert np.abs(noise).max() < 8 * 2**grid.bits
 
 
 def test_a_budget_ends_sums(place, tmp_path, hub):

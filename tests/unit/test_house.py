@@ -269,7 +269,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/ui/": (7_460, "prefed forget over sites"),
     "tests/": (2_450, ""),
     "tests/cli/": (4_850, ""),
-    "tests/engines/": (10_480, "forgetting over sites; what both models disclose"),
+    "tests/engines/": (10_590, "secure sums: kills of both sides, flipped bits of each message"),
     "tests/golden/": (4_900, ""),
     "tests/laws/": (1_850, ""),
     "tests/unit/": (22_560, "a run through the table of aligned policies"),
