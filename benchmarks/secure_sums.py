@@ -39,11 +39,11 @@ delta = 1e-5
 def exchange_keys(federation: Federation) -> None:
     """Make each site's key and pin it at the other sites, as people do by telephone."""
     lines = {}
-    for site in SITES:
+    for site in federation.homes:
         first, *_ = prefed("site", "keys", federation.of(site) / "site.toml").splitlines()
         words = first.removeprefix(f"{site} = ")
         lines[site] = f'{site} = "{words}"\n'
-    for site in SITES:
+    for site in federation.homes:
         path = federation.of(site) / "site.toml"
         others = "".join(line for name, line in lines.items() if name != site)
         path.write_text(f"{path.read_text()}\n[sites]\n{others}")

@@ -4,7 +4,8 @@
 
 ``federation_faults.py`` starts it. ``NOTES/SITE.visits`` gets a line with the round as each visit begins.
 ``NOTES/SITE.lies`` is JSON: a round, or ``"every"``, and what this site does to its uploads in it, after its
-own side has validated them. ``NOTES/SITE.pace`` holds the seconds that a visit takes at least.
+own side has validated them; ``random_words`` is for secure sums. ``NOTES/SITE.pace`` holds the seconds that a
+visit takes at least.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from prefed.core import Download, Entry, Layout, Tensors, Upload
 from prefed.core.wire import decode_download, decode_upload, encode
 from prefed.engines import Task
 from prefed.engines.backends.processes import Worker
 from prefed.networks.federation import site as site_module
+from prefed.privacy.secure import Participant, Session
 from prefed.ui.cli import app
 
 
@@ -67,6 +72,21 @@ def main() -> None:
     path, notes = sys.argv[1], Path(sys.argv[2])
     name = Path(path).parent.name
 
+    def lie_in(number: int) -> str:
+        """What this site does to its uploads in a round."""
+        got = notes / f"{name}.lies"
+        lies = json.loads(got.read_text()) if got.exists() else {}
+        return str(lies.get("every") or lies.get(str(number), ""))
+
+    class Liar(Participant):
+        """The site in secure sums."""
+
+        def mask(self, words: NDArray[np.uint32], session: Session) -> NDArray[np.uint32]:
+            """Masked words, or random ones, which it then signs."""
+            if lie_in(session.round) == "random_words":
+                return np.random.default_rng().integers(0, 2**32, len(words), np.uint32)
+            return super().mask(words, session)
+
     class Watched(Worker):
         """The process that trains, as its site sees it."""
 
@@ -84,18 +104,16 @@ def main() -> None:
         def receive(self) -> dict[str, Any]:
             """The result, or what this site says in its place."""
             fields = super().receive()
-            got, task, pace = notes / f"{name}.lies", self.task, notes / f"{name}.pace"
+            task, pace = self.task, notes / f"{name}.pace"
             if task is not None and pace.exists():
                 time.sleep(max(0.0, self.started + float(pace.read_text()) - time.monotonic()))
-            if task is not None and got.exists():
-                lies = json.loads(got.read_text())
-                lie = LIES.get(lies.get("every") or lies.get(str(task.round), ""))
-                if lie is not None:
-                    upload = lie(decode_download(task.message), decode_upload(fields["message"]))
-                    fields["message"] = encode(upload)
+            if task is not None and (lie := LIES.get(lie_in(task.round))):
+                upload = lie(decode_download(task.message), decode_upload(fields["message"]))
+                fields["message"] = encode(upload)
             return fields
 
     site_module.Worker = Watched  # type: ignore[misc]
+    site_module.Participant = Liar  # type: ignore[misc]
     app(["site", path])
 
 
