@@ -18,6 +18,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -117,7 +118,7 @@ def cost(args: argparse.Namespace) -> None:
     place, rounds = args.place, args.rounds
     base: dict[str, Any] = {"rounds": rounds, "cohort": {"size": 1}, "evaluate": {"every": 0}}
     base |= {"method": {"local_steps": args.steps}, "model": {"name": str(args.model or place / "model")}}
-    found: dict[str, dict[int, tuple[int, float]]] = {}
+    found: dict[str, dict[int, tuple[int, float | None]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         fresh: dict[str, float] = {}
         for keep in args.keep:
@@ -126,38 +127,51 @@ def cost(args: argparse.Namespace) -> None:
             first = first_visits(run, clients(place))
             size = sum(path.stat().st_size for path in (run / "checkpoint").rglob("*") if path.is_file())
             rows = found.setdefault(f"{keep} ({size / 1024:,.0f} KiB)", {})
-            for client in sorted(first, key=lambda each: first[each])[: args.clients]:
-                if client not in fresh:
+            for index, client in enumerate(sorted(first, key=lambda each: -first[each])):
+                replayed, share = plan(run, [client]).rounds, None
+                if index < args.measured:
+                    if client not in fresh:
+                        started = time.process_time()
+                        run_of(place, Path(folder, "never", client), base, client)
+                        fresh[client] = time.process_time() - started
+                    copy = Path(folder, client, keep, "run")
+                    shutil.copytree(run, copy)
                     started = time.process_time()
-                    run_of(place, Path(folder, "never", client), base, client)
-                    fresh[client] = time.process_time() - started
-                copy = Path(folder, client, keep, "run")
-                shutil.copytree(run, copy)
-                replayed, started = plan(copy, [client]).rounds, time.process_time()
-                forget(copy, [client])
-                took = time.process_time() - started
-                rows[first[client]] = replayed, took / fresh[client]
-                print(f"{keep}: first visit {first[client]}, {took:.1f} of {fresh[client]:.1f} s", flush=True)
+                    forget(copy, [client])
+                    share = (time.process_time() - started) / fresh[client]
+                    print(f"{keep}: {first[client]}: {share:.2f} of {fresh[client]:.1f} s", flush=True)
+                rows[first[client]] = replayed, share
     names = sorted({number for rows in found.values() for number in rows})
     print("| kept | " + " | ".join(map(str, names)) + " |\n|" + "---|" * (len(names) + 1))
     for keep, rows in found.items():
-        print(f"| {keep} | " + " | ".join(f"{rows[n][0]} ({rows[n][1]:.2f})" for n in names) + " |")
+        cells = (f"{n}" if share is None else f"{n} ({share:.2f})" for n, share in map(rows.get, names))
+        print(f"| {keep} | " + " | ".join(cells) + " |")
     if args.out is not None:
         draw(found, rounds, args.out)
 
 
-def draw(found: dict[str, dict[int, tuple[int, float]]], rounds: int, out: Path) -> None:
-    """Cost by first visit, a line for each of what is kept, drawn as prefed draws its plots."""
+def draw(found: dict[str, dict[int, tuple[int, float | None]]], rounds: int, out: Path) -> None:
+    """Rounds as lines and measured cost as points, by first visit, drawn as prefed draws its plots."""
+    from prefed.store import CheckpointConfig
     from prefed.ui.pages.chart_data import Axis, Chart, Line, Panel, look_of
     from prefed.ui.pages.plot_file import save
 
-    lines = []
-    for index, (keep, rows) in enumerate(found.items()):
-        points = [(float(number), share) for number, (_, share) in sorted(rows.items())]
-        lines.append(Line(f"keep: {keep}", points, [""] * len(points), look_of(index)))
+    lines, visits = [], range(1, rounds + 1)
+    for index, (name, keep) in enumerate({"not set": None, "log": "log", "all": "all", "4": 4}.items()):
+        rule = CheckpointConfig(keep=keep) if keep else None
+        kept = [number for number in visits if rule and rule.keeps(number, rounds)]
+        starts = [max((each for each in kept if each < first), default=0) for first in visits]
+        points = [(float(n), (rounds - start) / rounds) for n, start in zip(visits, starts, strict=True)]
+        lines.append(Line(f"keep: {name}", points, [""] * rounds, look_of(index)))
+    measured = [(float(n), share) for rows in found.values() for n, (_, share) in rows.items() if share]
+    if measured:
+        lines.append(Line("CPU seconds", measured, [""] * len(measured), look_of(4), joined=False))
     x = Axis(f"round of the client's first visit, of {rounds}", whole=True)
-    y = Axis("cost relative to training from the start", zero=True)
-    save(Chart("forget-cost", "cost of forgetting", "", [Panel(x, y, lines, at_y=1.0)]), out)
+    y = Axis("rounds replayed, relative to a new run", zero=True)
+    save(Chart("forget-cost", "cost of forgetting", "", [Panel(x, y, lines)]), out)
+    if out.suffix == ".svg":
+        # A picture of the documentation names no other place.
+        out.write_text(re.sub(r"<metadata>.*?</metadata>", "", out.read_text(), flags=re.DOTALL))
 
 
 def disclosure(seed: int) -> None:
@@ -225,7 +239,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of cost: steps of a visit")
     parser.add_argument("--model", type=Path, help="of cost: a folder (default: that of the place)")
     parser.add_argument("--keep", nargs="+", default=["none", "log", "all", "4"], help="of cost")
-    parser.add_argument("--clients", type=int, help="of cost: at most so many, by their first visit")
+    parser.add_argument("--measured", type=int, default=6, help="of cost: clients to forget, latest first")
     parser.add_argument("--out", type=Path, help="of cost: the picture")
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
     args = parser.parse_args()
