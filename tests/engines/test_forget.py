@@ -43,6 +43,25 @@ CASES = {
         "method": {"name": "fedbis", "lr": 0.01, "local_steps": 1, "batch_size": 4},
         "align": ALIGN,
     },
+    "tastes": {
+        "method": {"name": "fedvpa", "lr": 0.01, "local_steps": 1, "batch_size": 4},
+        "model": {"variational": {"latent": 4, "widths": [16, 8]}},
+        "align": {**ALIGN, "tastes": "posteriors", "generations": 2},
+    },
+    "noise from the seed": {
+        "privacy": {"kind": "central", "clip": 0.1, "noise_multiplier": 1.0, "delta": 1e-5, "draws": "seed"},
+        "merge": {"weights": "uniform"},
+    },
+    "a rule and newcomers": {
+        "method": {"name": "scaffold", "lr": 0.01, "local_steps": 1, "batch_size": 4},
+        "merge": {"rule": "norm_clip", "max_norm": 0.05},
+        "evaluate": {"unseen": ["bob"]},
+    },
+    "the best round": {
+        "data": {"validation_fraction": 0.25},
+        "stop": {"patience": 1},
+        "evaluate": {"every": 1},
+    },
     "a fleet": {"fleet": {"server": "buffered", "buffer": 2}, "merge": {"late": "delta"}},
     "a graph": {"graph": {"name": "ring"}},
 }
