@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 # A program: importing it gives the process another device, see there.
 collect_ignore = ["fake_gpu.py"]
 
-BESIDE = Path(__file__).resolve().parent.parent.parent / "shared"
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 # A run of the suite is a function of the code: the same examples every time, and no clock decides.
 settings.register_profile(
@@ -83,8 +83,8 @@ def covering(cases: list[pytest.Function]) -> Iterator[pytest.Function]:
         yield best
 
 
-def _beside(*parts: str) -> Path:
-    path = BESIDE.joinpath(*parts)
+def _shared(*parts: str) -> Path:
+    path = SHARED.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"needs {path}, which does not come with the repository")
     return path
@@ -101,13 +101,13 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder ``../shared/data`` with real preference sets; the test is skipped where it is absent."""
-    return _beside("data")
+    return _shared("data")
 
 
 @pytest.fixture(scope="session")
 def shared_cases() -> Path:
     """The folder ``../shared/cases`` with small inputs that were read wrongly; skipped where it is absent."""
-    return _beside("cases")
+    return _shared("cases")
 
 
 @pytest.fixture(scope="session")
@@ -142,4 +142,4 @@ def smollm2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="session")
 def shared_model() -> Path:
     """The folder ``../shared/models/tiny-lm``, a small trained GPT-2; skipped where it is absent."""
-    return _beside("models", "tiny-lm")
+    return _shared("models", "tiny-lm")

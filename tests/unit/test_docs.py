@@ -106,8 +106,8 @@ def broken_links(page: Path) -> list[str]:
 
 
 def test_links_lead_somewhere() -> None:
-    beside_readme = [ROOT / name for name in ("SECURITY.md", "GOVERNANCE.md", "CODE_OF_CONDUCT.md")]
-    broken = {name_of(page): broken_links(page) for page in [*READ, *beside_readme]}
+    policies = [ROOT / name for name in ("SECURITY.md", "GOVERNANCE.md", "CODE_OF_CONDUCT.md")]
+    broken = {name_of(page): broken_links(page) for page in [*READ, *policies]}
     assert {page: links for page, links in broken.items() if links} == {}
 
 

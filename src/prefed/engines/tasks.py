@@ -13,7 +13,6 @@ from typing import Literal, Protocol, TypeAlias, cast
 
 import torch
 
-from prefed import privacy
 from prefed.core import Download, State, Tensors
 from prefed.core.files import digest
 from prefed.core.wire import decode_download, decode_state, encode, stored_dtype
@@ -129,10 +128,14 @@ def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
     report = {name: value for name, value in upload.scalars.items() if name in logged}
     upload = withhold_scalars(upload, task.client, exchange, now)
     if job.privacy.kind == "local":
+        from prefed.privacy import privatize
+
         noise = None if job.privacy.draws == "system" else trainer.key.at("noise")
-        upload = privacy.privatize(upload, download, exchange, job.privacy, noise)
+        upload = privatize(upload, download, exchange, job.privacy, noise)
     elif job.privacy.kind == "distributed":
-        upload = privacy.clipped_steps(upload, download, exchange, job.privacy.clip)
+        from prefed.privacy import clipped_steps
+
+        upload = clipped_steps(upload, download, exchange, job.privacy.clip)
     # The upload must not change between validation and encoding.
     reason = validate_upload(upload, task.client, exchange, job.method.ownership, job.trainers.initial, now)
     if reason:

@@ -193,11 +193,11 @@ def validate_upload(
     groups = expected_groups(client, exchange, ownership, model.layout, now)
     names = {name for group in upload.tensors.values() for name in group}
     numbers = frozenset[str]() if alone else exchange.numbers(client, now)
-    untold = set[str]() if alone or hidden else (set(upload.scalars) & exchange.scalars) - numbers
-    if untold:
+    unreported = set[str]() if alone or hidden else (set(upload.scalars) & exchange.scalars) - numbers
+    if unreported:
         return (
             f"has numbers over {size:g} training pairs, fewer than [privacy] minimum_pairs = "
-            f"{now.privacy.minimum_pairs}: {_listed(untold)}"
+            f"{now.privacy.minimum_pairs}: {_listed(unreported)}"
         )
     by_group = (
         _difference("tensors", f"group {name!r}", upload.tensors[name], layout.names)
