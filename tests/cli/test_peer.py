@@ -28,6 +28,7 @@ threads = 1
 """
 
 
+@pytest.mark.rare
 def test_torchrun_starts_peers(tmp_path):
     """The command of the documentation: a client for each rank. The loss of a round is the mean of its peers'
     losses."""

@@ -169,6 +169,7 @@ def test_a_hub_that_is_killed_at_any_message_gets_each_sum_once(place, tmp_path,
         assert spent(tmp_path, name) == {f"w{number}": 2 * 2.0**-2}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_the_noise_of_workers_and_of_one_process_is_the_same(place, tmp_path):
     """Drawn from the run's seed, site by site."""
     asked = private(place, sites=3, rounds=1)

@@ -51,7 +51,9 @@ def by_content(some):
     return sorted(json.dumps(row, sort_keys=True) for row in some)
 
 
-@pytest.mark.parametrize("method", ["fedper", "feddpo", "local"])
+@pytest.mark.parametrize(
+    "method", ["fedper", *(pytest.param(name, marks=pytest.mark.rare) for name in ("feddpo", "local"))]
+)
 def test_each_site_has_the_answers_and_the_health_of_its_own_clients(place, tmp_path, monkeypatch, method):
     """A method with a shared and personal models, one without personal ones, and one that shares none.
 

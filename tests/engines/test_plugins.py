@@ -469,6 +469,7 @@ class TRACKER(Tracker):
 """
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_format_of_ones_own_reads_the_rows(parts, place, tmp_path):
     """The same pairs under other columns. Reading changes no number, and workers read none again."""
     (tmp_path / "mine.py").write_text(FORMAT)
@@ -531,6 +532,7 @@ WRONG = Metric("margin", sure)
 """
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_metric_of_ones_own_is_in_every_evaluation(parts, tmp_path):
     """No length is below 0, so it is the preference accuracy, of each client."""
     (tmp_path / "sure.py").write_text(METRIC)

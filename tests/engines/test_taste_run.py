@@ -159,6 +159,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(place, finished, tmp_path):
     assert left(path) == left(finished)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_process_changes_no_bit(place, finished, tmp_path):
     run(tasty(place, engine={"threads": 1, "workers": 1}), tmp_path / "run")
     one, other = left(tmp_path / "run"), left(finished)
