@@ -85,6 +85,7 @@ def test_a_revision_is_in_the_printed_lines(place, tmp_path):
     assert "revision='v1', dtype='float32')" in prefed_("export", tmp_path / "run")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("out", "message"),
     [

@@ -37,7 +37,7 @@ def place(smollm2_tokenizer, tmp_path_factory):
     return folder
 
 
-def finish(place, path, method, **settings):
+def finish(place, path, method, text=0, **settings):
     rates = {"lr": LR, "clip": CLIP, "optimizer": "sgd", "weight_decay": 0.0, "batch_size": 64}
     experiment = Experiment.model_validate(
         {
@@ -49,6 +49,7 @@ def finish(place, path, method, **settings):
             },
             "model": {"name": str(place / "model"), "lora": {"rank": 2, "dropout": 0.0}},
             "method": {"name": method, "local_steps": STEPS, **rates, **settings},
+            "evaluate": {"text": text},
             "engine": {"threads": 1},
         }
     )
@@ -62,8 +63,9 @@ def feddpo(place, tmp_path_factory):
 
 
 @pytest.mark.rare
-def test_a_run_of_a_chat_model_ends_with_the_health_of_its_text(feddpo):
+def test_a_run_of_a_chat_model_ends_with_the_health_of_its_text(place, tmp_path):
     """On the one test prompt of each client, after the last of two rounds."""
+    feddpo = finish(place, tmp_path / "run", "feddpo", text=None)
     text = feddpo.record.summary["text"]
     assert {model: health["answers"] for model, health in text.items()} == {"base": 2, "shared": 2}
     assert ["text" in record["evaluation"] for record in feddpo.record.rounds] == [False, True]

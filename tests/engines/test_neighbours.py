@@ -108,6 +108,7 @@ def gossip(whole):
     return models, private, errors
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("order", ["train_mix", "mix_train"])
 @pytest.mark.parametrize("graph", SCHEDULES)
 def test_a_run_agrees_with_the_plain_one(tmp_path, graph, order):

@@ -234,6 +234,7 @@ def build(data, folder, **settings):
         return build_dataset(ready.data, tokenizer(), Key(0), folder / "cache" / "data")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", MESSAGES)
 @pytest.mark.parametrize(
     ("layout", "named"),

@@ -43,6 +43,7 @@ def full_head(model, pairs) -> torch.Tensor:
     return torch.stack(orders).view(-1, 2)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("needs", [{"lora"}, {"lora", "bottleneck", "head"}], ids=["lora", "head"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_logits_are_two_columns_of_the_full_head(family: str, needs: set[str]) -> None:
@@ -57,6 +58,7 @@ def test_two_logits_are_two_columns_of_the_full_head(family: str, needs: set[str
         torch.testing.assert_close(PaddedChoices(plain, (1, 2))(pairs), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("needs", [{"lora"}, {"lora", "bottleneck", "head"}], ids=["lora", "head"])
 @pytest.mark.parametrize("family", FAMILIES)
 @float64()

@@ -37,6 +37,7 @@ def onednn(monkeypatch):
     monkeypatch.setattr(module, "SMALLEST", 1)
 
 
+@pytest.mark.sample
 @ONEDNN
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])

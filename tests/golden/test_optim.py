@@ -142,6 +142,7 @@ def near_targets(value: dict[str, torch.Tensor]) -> torch.Tensor:
     return sum(0.5 * (leaf - TARGETS[name]).square().sum() for name, leaf in value.items())
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("clip", [0.0, 0.3, 1e3], ids=["no-clip", "clip-bites", "clip-idle"])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_three_steps_equal_one_tensor_at_a_time(name: str, clip: float) -> None:

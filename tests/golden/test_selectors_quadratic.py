@@ -82,6 +82,7 @@ def selectors(run: Run) -> list[np.ndarray]:
     return [run.server.tensors[f"selector-{u}"].flat.numpy() for u in (0, 1)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mean", ["eq6", "normalised"])
 @pytest.mark.parametrize(("rounds", "size"), [(2, 3), (5, 3), (11, 3), (9, 7)])
 def test_fedbiscuit_is_algorithm_1(mean, rounds, size):

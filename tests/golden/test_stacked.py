@@ -51,6 +51,7 @@ def steps(visits: Visits, results: list[PhaseResult]) -> list[Tensors]:
     return [result.tensors - start for result, start in zip(results, starts, strict=True)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(
     "objective", [DPO, Objective("rpo"), Objective("sft")], ids=lambda objective: objective.name

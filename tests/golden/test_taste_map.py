@@ -53,6 +53,7 @@ def twin_logprobs(model: Backbone, weight: torch.Tensor, bias: torch.Tensor, z: 
     return torch.stack(sums).view(-1, 2)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("fast", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_pair_at_its_own_taste(family: str, fast: bool) -> None:

@@ -76,6 +76,7 @@ def exact(sigma: float, delta: float) -> float:
     return high
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("releases", [1, 5])
 @pytest.mark.parametrize("noise", [1.0, 4.0])
 @pytest.mark.parametrize("kind", ["central", "local"])

@@ -121,6 +121,7 @@ def test_a_sequence_draws_by_its_key_alone():
     assert same[2] != same[0]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("packed", [False, True])
 def test_prompts_of_different_lengths_get_what_they_get_by_themselves(family, packed):
@@ -187,6 +188,7 @@ def test_batches_hold_each_prompt_once_and_one_length_each():
     assert length_batches([], 4) == []
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("like", [None, (Message("user", "Hi"),), "\n\nHuman: Hi\n\nAssistant:"])
 @pytest.mark.parametrize("text", ["\n\nHuman: A?\n\nAssistant: ", "\n\nHuman: A?", "A?\n\nAssistant:"])
 def test_a_dialogue_is_no_turn_of_a_dialogue(text, like):

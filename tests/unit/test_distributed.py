@@ -32,6 +32,7 @@ def pmf(bits, width=None):
 # The sampler
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("bits", [0, 1, 3])
 def test_draws_have_the_probabilities_of_the_discrete_gaussian(source, bits):
@@ -144,6 +145,7 @@ def renyi(p, q, order):
     return float(scipy.special.logsumexp(order * np.log(p) + (1 - order) * np.log(q))) / (order - 1)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", [0, 1])
 @pytest.mark.parametrize("honest", [2, 3])
 @pytest.mark.parametrize("shift", [1, 2])

@@ -50,6 +50,7 @@ class Lengths(Pairs):
         self.lengths = np.array(lengths, np.int32)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "megatron-bert"])
 def test_attention_to_later_tokens_is_refused(kind: str, dtype: str) -> None:

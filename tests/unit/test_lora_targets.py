@@ -67,6 +67,7 @@ def test_a_path_names_one_of_several_modules() -> None:
     assert model.layout.names == tuple(f"lora/{b}/attn.c_proj/{f}" for b in (0, 1) for f in "AB")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

@@ -410,6 +410,7 @@ class TestConfig:
             MergeConfig.model_validate(table)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("numbers", "finite"),
     [

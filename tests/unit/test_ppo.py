@@ -166,6 +166,7 @@ def twin(pair_trainer: PairTrainer, tensors: Tensors, rows: Any, settings: dict[
 SETTINGS = {"kl": 0.1, "trace": 0.95, "entropy": 0.05, "value": 0.5, "scaled": 1.0, "sums": 0.0}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "opt"])
 @pytest.mark.parametrize("settings", [SETTINGS, {**SETTINGS, "sums": 1.0, "scaled": 0.0}])
 @float64()

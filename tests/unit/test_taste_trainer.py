@@ -45,6 +45,7 @@ def test_a_layer_that_the_model_lacks_is_refused():
         backbone(layer=2)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("pool", "layer"), [("end", None), ("mean", None), ("mean", 1)])
 def test_features_are_the_hidden_states_of_plain_transformers(pairs, fast, pool, layer, tmp_path):
