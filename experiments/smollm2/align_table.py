@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from typing import Any, TypeVar
 
 import answers
 
@@ -44,6 +45,8 @@ from prefed.train.generation import (
 from prefed.train.metrics import WrittenAnswer, seed_interval, text_health
 
 BATCH, SAMPLES, TEMPERATURE = 32, 4, 0.7
+MADE: dict[tuple[Any, ...], Any] = {}
+Made = TypeVar("Made")
 QUESTIONS = Path(__file__).parent / "answers.prompts.jsonl"
 
 
@@ -98,6 +101,17 @@ class Run:
         scores = surprises(self.base, [prompt for _, prompt in self.prompts], completions)
         return [replace(answer, surprise=score) for answer, score in zip(written, scores, strict=True)]
 
+    def once(self, make: Callable[[Run], Made]) -> Made:
+        """What only the base model and the limit of tokens determine, made once for all seeds."""
+        name = make, read_run(self.path).config["model"]["name"], self.sampling(0).max_tokens
+        if name not in MADE:
+            MADE[name] = make(self)
+        return MADE[name]  # type: ignore[no-any-return]
+
+    def base_answers(self) -> list[WrittenAnswer]:
+        """The greedy answers of the base model."""
+        return self.write(self.base)
+
     def samples(self) -> list[list[str]]:
         """Four samples of the base model for each question."""
         how, ids = self.sampling(TEMPERATURE), [prompt for _, prompt in self.prompts for _ in range(SAMPLES)]
@@ -119,10 +133,11 @@ class Run:
         """
         if str(json.loads((self.path / "align/settings.json").read_text())["labels"]).startswith("judge:"):
             return [
-                max(texts, key=lambda text: answers.utility(self.taste, text)) for texts in self.samples()
+                max(texts, key=lambda text: answers.utility(self.taste, text))
+                for texts in self.once(Run.samples)
             ]
         picked, selectors = [], selectors_of(load_run(self.path))
-        for question, texts in zip(self.questions, self.samples(), strict=True):
+        for question, texts in zip(self.questions, self.once(Run.samples), strict=True):
             pairs = [
                 (i, j)
                 for i, j in combinations(range(SAMPLES), 2)
@@ -166,7 +181,7 @@ def main() -> None:
     rates, picks = dict[str, float](), dict[str, float]()
     for path in args.runs:
         run = Run(path, questions)
-        base, own = run.write(run.base), run.write(run.backbone(path / "align/adapter"))
+        base, own = run.once(Run.base_answers), run.write(run.backbone(path / "align/adapter"))
         rates[path.name] = win_rate(run, [answer.text for answer in own], base)
         picks[path.name] = win_rate(run, run.best_of(), base)
         cells = [path.name, f"{rates[path.name]:.1%}", f"{picks[path.name]:.1%}", f"{run.right_labels():.1%}"]
