@@ -1,5 +1,6 @@
 """Completions of many prompts at once: draws from the softmax, each sequence by its own key."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from scipy.stats import chisquare
 
 from prefed.core import Key
 from prefed.data import Message
+from prefed.models import fused_lora
 from prefed.train.generation import (
     GumbelNoise,
     Sampling,
@@ -63,6 +65,30 @@ def test_temperature_and_cuts_come_before_the_noise(how, kept):
         scores = warper(torch.zeros(1, 1, dtype=torch.long), scores)
     assert isinstance(noise, GumbelNoise)
     assert scores[scores > -torch.inf].tolist() == kept
+
+
+def test_a_lora_is_left_out_only_while_all_its_b_are_zero(monkeypatch):
+    """Its products are not computed for the base model, whose answers are the same; one B is enough to need
+    them."""
+    model, tensors = small("llama")
+    with_lora = complete_batch(model, tensors, PROMPTS, Sampling(max_tokens=5, temperature=0), KEYS)
+    b = next(entry.name for entry in model.layout.entries if entry.factor == "B")
+    one = model.reference.replace({b: tensors[b]})
+    calls, product = [], fused_lora.lora_linear
+    monkeypatch.setattr(fused_lora, "lora_linear", lambda *args: calls.append(args) or product(*args))
+
+    def complete(own):
+        calls.clear()
+        return complete_batch(model, own, PROMPTS, Sampling(max_tokens=5, temperature=0), KEYS), len(calls)
+
+    plain, none = complete(model.reference)
+    complete(one)
+    assert none == 0
+    assert calls
+    assert complete(tensors)[0] == with_lora
+    monkeypatch.setattr(type(model), "without_idle_lora", lambda self: nullcontext())
+    assert complete(model.reference)[0] == plain
+    assert calls
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

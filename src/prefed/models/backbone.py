@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -162,6 +162,19 @@ class Backbone:
         for name, (weight, original, transposed) in self._bases.items():
             residual = self.parameters[name]
             weight.data.copy_(original + (residual.t() if transposed else residual).to(original))
+
+    @contextmanager
+    def without_idle_lora(self) -> Iterator[None]:
+        """Within the block, skip fused LoRA layers if all B are zero, as in the base model."""
+        b = [self.parameters[entry.name] for entry in self.layout.entries if entry.factor == "B"]
+        idle = not any(bool(factor.any()) for factor in b)
+        for layer in self._adapted:
+            layer.idle = idle
+        try:
+            yield
+        finally:
+            for layer in self._adapted:
+                layer.idle = False
 
     def extract(self) -> Tensors:
         """Return a copy of the tensors in the model, on the CPU."""

@@ -216,6 +216,8 @@ def convert_together(
     """
 
     def convert(*_: Any) -> None:
+        if any(getattr(layer, "idle", False) for layer in layers):
+            return
         # Recomputed blocks belong to a pass with gradients, whatever pass came since.
         with torch.enable_grad():
             found = _Converted.apply(dtype, *factors)  # type: ignore[no-untyped-call]
@@ -228,6 +230,8 @@ def convert_together(
 def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if layer.disable_adapters or layer.merged or args or kwargs:
         return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
+    if getattr(layer, "idle", False):
+        return layer.base_layer(x)  # type: ignore[no-any-return]
     base, options = layer.base_layer, (layer.scaling["default"], dropout_of(layer))
     a, b = getattr(layer, "converted", None) or lora_factors(layer)
     if type(layer).__name__ == _FOUR_BITS:

@@ -266,7 +266,7 @@ def complete_batch(
     head = backbone.causal.get_output_embeddings()
     # For a slice, a CPU would copy the head's weights once per prompt.
     contiguous = head.register_forward_pre_hook(lambda _, rows: tuple(each.contiguous() for each in rows))
-    with contiguous, _usual_attention(backbone), torch.inference_mode(), backbone.tasting(tastes):
+    with contiguous, _inference(backbone), backbone.tasting(tastes):
         output = backbone.causal.generate(
             ids,
             attention_mask=mask,
@@ -309,7 +309,7 @@ def surprises(
         )
         for prompt, (tokens, end) in zip(prompts, completions, strict=True)
     ]
-    with _usual_attention(backbone), torch.inference_mode():
+    with _inference(backbone):
         for start in range(0, len(scored), SCORED):
             batch = scored[start : start + SCORED]
             logprobs = forward(batch, rejected=False)[:, 0].tolist()
@@ -348,20 +348,20 @@ def write_answers(
 
 
 @contextmanager
-def _usual_attention(backbone: Backbone) -> Iterator[None]:
-    """Use the standard attention within the block, also for models modified for packed input.
+def _inference(backbone: Backbone) -> Iterator[None]:
+    """Read and write text within the block, without gradients or a LoRA that changes nothing.
 
-    Packed attention creates no mask for a partly filled cache.
+    Models modified for packed input use the standard attention: theirs has no mask for a partly filled cache.
     """
-    causal = backbone.causal
-    packed = causal.config._attn_implementation == PACKED
+    packed = backbone.causal.config._attn_implementation == PACKED
     if packed:
-        causal.set_attn_implementation("sdpa")
+        backbone.causal.set_attn_implementation("sdpa")
     try:
-        yield
+        with torch.inference_mode(), backbone.without_idle_lora():
+            yield
     finally:
         if packed:
-            causal.set_attn_implementation(PACKED)
+            backbone.causal.set_attn_implementation(PACKED)
 
 
 def _processors(how: Sampling, keys: Sequence[Key]) -> Any:
