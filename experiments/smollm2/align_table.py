@@ -35,6 +35,7 @@ from prefed.runs.finished_run import read_run
 from prefed.runs.labels import selectors_of
 from prefed.runs.loaded_run import load_run, recorded_experiment
 from prefed.train.generation import (
+    BATCH,
     Completion,
     Sampling,
     complete_batch,
@@ -44,7 +45,7 @@ from prefed.train.generation import (
 )
 from prefed.train.metrics import WrittenAnswer, seed_interval, text_health
 
-BATCH, SAMPLES, TEMPERATURE = 32, 4, 0.7
+SAMPLES, TEMPERATURE = 4, 0.7
 MADE: dict[tuple[Any, ...], Any] = {}
 Made = TypeVar("Made")
 QUESTIONS = Path(__file__).parent / "answers.prompts.jsonl"

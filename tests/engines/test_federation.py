@@ -39,7 +39,6 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sites(place, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sites")
-    (place / "w1w2.jsonl").write_text((place / "w1.jsonl").read_text() + (place / "w2.jsonl").read_text())
     made = {
         name: Site(site_config(place, folder, data, name=name, limits={"rounds": 5}))
         for name, data in (("one", "w0"), ("two", "w1w2"))

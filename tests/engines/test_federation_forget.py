@@ -34,9 +34,7 @@ DATA = {"one": "w0", "two": "w1w2"}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = make_place(tmp_path_factory.mktemp("place"))
-    (place / "w1w2.jsonl").write_text((place / "w1.jsonl").read_text() + (place / "w2.jsonl").read_text())
-    return place
+    return make_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture

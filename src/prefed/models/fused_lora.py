@@ -216,7 +216,7 @@ def convert_together(
     """
 
     def convert(*_: Any) -> None:
-        if any(getattr(layer, "idle", False) for layer in layers):
+        if layers[0].idle:  # as all are
             return
         # Recomputed blocks belong to a pass with gradients, whatever pass came since.
         with torch.enable_grad():
@@ -230,7 +230,7 @@ def convert_together(
 def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if layer.disable_adapters or layer.merged or args or kwargs:
         return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
-    if getattr(layer, "idle", False):
+    if layer.idle:
         return layer.base_layer(x)  # type: ignore[no-any-return]
     base, options = layer.base_layer, (layer.scaling["default"], dropout_of(layer))
     a, b = getattr(layer, "converted", None) or lora_factors(layer)
@@ -243,6 +243,7 @@ def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tor
 
 def fuse_lora(layer: Any) -> None:
     """Fuse the forward of a PEFT LoRA layer, including a gated personal branch."""
+    layer.idle = False
     layer.forward = functools.partial(_lora_forward, layer)
 
 
