@@ -121,6 +121,38 @@ def small_place(folder: Path) -> Path:
     return folder
 
 
+WORDY = ("ann", "bob", "cyd", "dee")
+"""The clients of :func:`wordy_place`."""
+
+
+def wordy_place(folder: Path) -> Path:
+    """Four clients with 4 training and 2 test pairs each, whose prompts have 12 words of their own."""
+    draw, letters = np.random.default_rng(1), list("bcdfgklmnprstvwz")
+    small_place(folder)
+    for name, count in (("train", 16), ("test", 8)):
+        rows = []
+        for number in range(count):
+            words = " ".join("".join(draw.choice(letters, 2)) for _ in range(12))
+            row = {"prompt": f"{words}:", "chosen": " up", "rejected": " down"}
+            rows.append({**row, "worker": WORDY[number % 4]})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "Say {n}:"}}\n' for n in range(6)))
+    return folder
+
+
+def rows_of(place: Path, name: str, client: str | None = None) -> list[dict[str, str]]:
+    """The rows of a file of :func:`wordy_place`, of all clients or of one."""
+    rows = [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()]
+    return [row for row in rows if client in (None, row["worker"])]
+
+
+def found(path: Path, rows: list[dict[str, str]]) -> list[Path]:
+    """The files in a folder with 12 words of a prompt in them."""
+    needles = [row["prompt"].rstrip(":").encode() for row in rows]
+    everything = (file for file in path.rglob("*") if file.is_file())
+    return [file for file in everything if any(needle in file.read_bytes() for needle in needles)]
+
+
 def small_experiment(place: Path, **changes: Any) -> dict[str, Any]:
     """FedDPO of two rounds over :func:`small_place`."""
     return {

@@ -11,7 +11,7 @@ from benchmarks.same_numbers import digests
 
 from commands import prefed_
 from crashes import Crash
-from finished import small_experiment, small_place
+from finished import WORDY, found, rows_of, small_experiment, wordy_place
 from prefed import ConfigError, Experiment, run
 from prefed.core import files
 from prefed.data import DataError, FederatedDataset
@@ -22,7 +22,6 @@ from prefed.runs.loaded_run import load_run
 from prefed.store import CheckpointConfig, RunReader, StoreError
 from toy import outcome
 
-NAMES = ("ann", "bob", "cyd", "dee")
 ALIGN = {"completions": 2, "max_new_tokens": 3, "temperature": 1.0, "lr": 1e-3, "epochs": 1, "batch_size": 4}
 CASES = {
     "all take part": {"evaluate": {"text": 2}},
@@ -64,28 +63,13 @@ CASES = {
     },
     "a fleet": {"fleet": {"server": "buffered", "buffer": 2}, "merge": {"late": "delta"}},
     "a graph": {"graph": {"name": "ring"}},
+    "worker processes": {"engine": {"workers": 2, "threads": 1}},
 }
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Four clients with 4 training and 2 test pairs each, whose prompts have 12 words of their own."""
-    folder, draw = small_place(tmp_path_factory.mktemp("place")), np.random.default_rng(1)
-    letters = list("bcdfgklmnprstvwz")
-    for name, count in (("train", 16), ("test", 8)):
-        rows = []
-        for number in range(count):
-            words = " ".join("".join(draw.choice(letters, 2)) for _ in range(12))
-            row = {"prompt": f"{words}:", "chosen": " up", "rejected": " down"}
-            rows.append({**row, "worker": NAMES[number % 4]})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "Say {n}:"}}\n' for n in range(6)))
-    return folder
-
-
-def rows_of(place, name, client=None):
-    rows = [json.loads(line) for line in (place / f"{name}.jsonl").read_text().splitlines()]
-    return [row for row in rows if client in (None, row["worker"])]
+    return wordy_place(tmp_path_factory.mktemp("place"))
 
 
 def experiment(place, changes, **data):
@@ -104,20 +88,14 @@ def left(path):
     return {name: value for name, value in outcome(path).items() if not name.startswith(apart)}
 
 
-def found(path, rows):
-    """The files with 12 words of a prompt in them."""
-    needles = [row["prompt"].rstrip(":").encode() for row in rows]
-    everything = (file for file in path.rglob("*") if file.is_file())
-    return [file for file in everything if any(needle in file.read_bytes() for needle in needles)]
-
-
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("name", CASES)
 def test_forget_is_never_had(place, tmp_path, name):
     old, never, who, first = tmp_path / "run", tmp_path / "never", "ann", 1
     run(experiment(place, CASES[name]), old)
     if name == "kept commits":
         rounds = outcome(old)["rounds.jsonl"]
-        visits = {c: min((r["round"] for r in rounds if c in r["cohort"]), default=6) for c in NAMES}
+        visits = {c: min((r["round"] for r in rounds if c in r["cohort"]), default=6) for c in WORDY}
         first, who = max((number, client) for client, number in visits.items())
     run(experiment(place, CASES[name], exclude=[who]), never)
     texts = [*rows_of(place, "train", who), *rows_of(place, "test", who)]
@@ -129,7 +107,7 @@ def test_forget_is_never_had(place, tmp_path, name):
     assert numbers == digests(never)
     assert (old / "config.toml").read_text() == (never / "config.toml").read_text()
     assert not found(tmp_path, texts)
-    assert found(old, rows_of(place, "train", next(each for each in NAMES if each != who)))
+    assert found(old, rows_of(place, "train", next(each for each in WORDY if each != who)))
     assert certificate == old / f"forgotten/{who}.json"
     content = files.loads_with_digest(certificate.read_bytes())
     before, after = content["digests"]["before"], content["digests"]["after"]
@@ -263,7 +241,7 @@ def test_what_both_models_disclose(place, tmp_path):
     draw = np.random.default_rng(2)
     texts = ["".join(draw.choice(list("abcdef "), 12)) for _ in range(60)]
     rows = [
-        {"prompt": t, "chosen": " up", "rejected": " down", "worker": NAMES[n % 2]}
+        {"prompt": t, "chosen": " up", "rejected": " down", "worker": WORDY[n % 2]}
         for n, t in enumerate(texts)
     ]
     for name, part in (("train", rows[:36]), ("test", rows[36:])):

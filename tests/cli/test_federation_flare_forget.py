@@ -1,0 +1,115 @@
+"""Forgetting over NVIDIA FLARE, by the commands of a hub and two sites, each with its own processes."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import tomli_w
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from commands import prefed_
+from finished import WORDY, found, rows_of, wordy_place
+from peering import free_port
+from prefed import Experiment, run
+from prefed.core import files
+from prefed.privacy.secure import fingerprint
+from toy import outcome
+from waiting import until
+
+pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
+
+from prefed.networks.federation.flare.kits import Project, make_kits
+
+HOMES = {"north": WORDY[:2], "south": WORDY[2:]}
+PREFED = [sys.executable, "-m", "prefed"]
+
+
+@pytest.fixture
+def place(tmp_path):
+    """The kits of a federation, with the pairs and the model of each site."""
+    folder = wordy_place(tmp_path)
+    ports = {"hub": "localhost", "port": free_port()}
+    make_kits(Project(name="wards", sites=[*HOMES], **ports), folder / "wards")
+    for site, clients in HOMES.items():
+        own = folder / "wards" / site
+        for name in ("train", "test"):
+            rows = [row for client in clients for row in rows_of(folder, name, client)]
+            (own / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shutil.copytree(folder / "model", own / "model")
+        lines = (own / "site.toml").read_text().splitlines(keepends=True)
+        text = "".join(line for line in lines if "pairs.jsonl" not in line)
+        data = 'train = "train.jsonl"\ntest = "test.jsonl"\npartition = {by = "column", column = "worker"}\n'
+        (own / "site.toml").write_text(text.replace("[data]\n", f"[data]\n{data}"))
+    return folder
+
+
+@contextmanager
+def running(wards):
+    """``prefed site`` of each site, until the block ends."""
+    sites = [subprocess.Popen([*PREFED, "site", str(wards / site / "site.toml")]) for site in HOMES]
+    try:
+        yield
+    finally:
+        for process in sites:
+            process.terminate()
+        for process in sites:
+            process.wait()
+
+
+def numbers(path):
+    """What the replay and the run in one process both leave."""
+    content = outcome(path)
+    names = ("rounds.jsonl", "checkpoint/server@000004.safetensors")
+    adapters = [name for name in content if name.startswith("adapters/")]
+    assert adapters
+    return {name: content[name] for name in (*names, *adapters)}
+
+
+@pytest.mark.rare
+def test_forget_over_flare_is_never_had(place):
+    """A client withdraws at its stopped site. The hub is killed in the replay; the same command continues.
+    The result is the run that never had the client, and each site signs that it deleted the other one."""
+    wards, old, never = place / "wards", place / "old", place / "never"
+    config = {site: wards / site / "site.toml" for site in HOMES}
+    keys = dict(prefed_("site", "keys", config[site]).splitlines()[0].split(" = ") for site in HOMES)
+    method = {"name": "fedamp", "lr": 0.01, "local_steps": 2, "batch_size": 4}
+    tables = {"seed": 3, "rounds": 4, "method": method, "engine": {"threads": 1}}
+    tables["model"] = {"name": str(place / "model"), "lora": {"rank": 2}}
+    (place / "experiment.toml").write_text(tomli_w.dumps(tables))
+    with running(wards):
+        prefed_("federate", place / "experiment.toml", "--hub", wards / "hub", "--out", old)
+    before, name = outcome(old), json.loads((old / "federation.json").read_text())["run"]
+    texts = {who: [row for each in ("train", "test") for row in rows_of(place, each, who)] for who in WORDY}
+    assert found(wards / "south/state", texts["cyd"])
+    prefed_("site", "withdraw", config["south"], "cyd", "--by", "Dr Ada", "--reason", "asked for it")
+    forget = ["forget", str(old), "--client", "cyd", "--yes", "--hub", str(wards / "hub")]
+    with running(wards):
+        with subprocess.Popen([*PREFED, *forget]) as hub:
+            rounds = place / "old.forgetting/run/rounds.jsonl"
+            until(lambda: rounds.exists() or hub.poll() is not None, "a round of the replay")
+            hub.send_signal(signal.SIGKILL)
+        assert hub.returncode == -signal.SIGKILL
+        assert outcome(old) == before
+        prefed_(*forget)
+    data = {each: str(place / f"{each}.jsonl") for each in ("train", "test")}
+    data |= {"partition": {"by": "column", "column": "worker"}, "exclude": ["cyd"]}
+    run(Experiment.model_validate({**tables, "data": data}), never)
+    assert numbers(old) == numbers(never)
+    assert not [path for path in found(wards, texts["cyd"]) if path.parent != wards / "south"]
+    assert not found(old, texts["cyd"])
+    assert found(wards / "south/state", texts["dee"])
+    content = files.loads_with_digest((old / "forgotten/cyd.json").read_bytes())
+    assert {*content["sites"]} == {*HOMES}
+    for site, said in content["sites"].items():
+        stated, public = json.loads(said["statement"]), bytes.fromhex(said["identity"])
+        assert (stated["run"], stated["site"], stated["clients"]) == (name, site, ["cyd"])
+        Ed25519PublicKey.from_public_bytes(public).verify(
+            bytes.fromhex(said["signature"]), said["statement"].encode()
+        )
+        assert said["key"] == keys[site] == fingerprint(public)
+        prefed_("site", "log", config[site], "--known", stated["logged"])
+        assert [path.name for path in (wards / site / "state/runs" / name).iterdir()] == ["order.json"]
