@@ -75,7 +75,9 @@ def same(place: Path, only: list[str]) -> None:
 
     equal = 0
     found = {**same_numbers.cases(list(METHODS)), **ADDED}
-    found |= {f"kept {name}": {"method": {"name": name}, **ADDED["kept"]} for name in METHODS}
+    kept = {name: {"method": {"name": name}} for name in METHODS}
+    kept |= {name: case for name, case in found.items() if name.startswith("merge") or name.endswith("noise")}
+    found |= {f"kept {name}": {**case, **ADDED["kept"]} for name, case in kept.items()}
     found = {name: changes for name, changes in found.items() if name not in ("dirichlet", "iid")}
     for name, changes in found.items():
         if only and name not in only:

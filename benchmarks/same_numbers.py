@@ -21,16 +21,19 @@ from pathlib import Path
 from typing import Any
 
 LOSSES = ("dpo", "hinge", "ipo", "cdpo", "robust", "odpo", "kto_pair", "simpo", "orpo", "sft")
+OPTIMIZERS = ("fedavgm", "fedadam", "fedyogi", "fedadagrad")
 RULES: dict[str, dict[str, Any]] = {
     "median": {"rule": "median", "weights": "uniform"},
     "trimmed_mean": {"rule": "trimmed_mean", "trim": 0.25, "weights": "uniform"},
     "krum": {"rule": "krum", "liars": 1, "weights": "uniform"},
     "multi_krum": {"rule": "multi_krum", "liars": 1, "weights": "uniform"},
     "norm_clip": {"rule": "norm_clip", "max_norm": 0.05},
-    "uniform": {"weights": "uniform"},
-    **{lora: {"lora": lora} for lora in ("ffa", "rolora", "fedsa", "fedex", "flexlora")},
-    **{name: {"optimizer": {"name": name, "lr": 0.01}} for name in ("fedavgm", "fedadam", "fedyogi")},
+    **{weights: {"weights": weights} for weights in ("uniform", "mass", "qffl", "afl")},
+    "ranks": {"ranks": {"ada": 1, "ben": 1}},
+    **{lora: {"lora": lora} for lora in ("ffa", "rolora", "fedsa", "fedex", "flexlora", "flora")},
+    **{name: {"optimizer": {"name": name, "lr": 0.01}} for name in OPTIMIZERS},
 }
+NOISE = {"clip": 0.1, "noise_multiplier": 1.0, "delta": 1e-5}
 ALIGN = {"completions": 2, "max_new_tokens": 5, "temperature": 1.0, "lr": 1e-3, "epochs": 1, "batch_size": 4}
 CLOCKED = {"seconds", "tokens_per_second", "peak_memory_mb", "memory_mb", "digest", "origin", "virtual"}
 """Keys whose values a clock or the system decides."""
@@ -85,14 +88,12 @@ def cases(methods: list[str]) -> dict[str, dict[str, Any]]:
         "buffered": {"fleet": {"server": "buffered", "buffer": 2}, "merge": {"late": "delta"}},
         "late model": {"fleet": {"max_delay": 2}, "merge": {"late": "model"}},
         "late delta": {"fleet": {"max_delay": 2}, "merge": {"late": "delta"}},
-        "central noise": {
-            "privacy": {"kind": "central", "clip": 0.1, "noise_multiplier": 1.0, "delta": 1e-5},
-            "merge": {"weights": "uniform"},
+        **{
+            f"{kind} noise": {"privacy": {"kind": kind, **NOISE}, "merge": {"weights": "uniform"}}
+            for kind in ("central", "distributed", "local")
         },
-        "local noise": {
-            "privacy": {"kind": "local", "clip": 0.1, "noise_multiplier": 1.0, "delta": 1e-5},
-            "merge": {"weights": "uniform"},
-        },
+        "stacked": {"engine": {"stack": 2, "threads": 1}},
+        "answers": {"report": {"prompts": ["Hello?"]}, "evaluate": {"every": 2, "text": 2, "diagnose": 2}},
         "newcomers": {"method": {"name": "fedper"}, "evaluate": {"unseen": ["ada"], "unseen_steps": [0, 2]}},
         "cosine": {"method": {"name": "feddpo", "schedule": "cosine"}},
         "plateau": {"method": {"name": "feddpo", "schedule": "plateau"}},

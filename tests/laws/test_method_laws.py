@@ -1,6 +1,8 @@
 """Laws that hold between methods, and for each of them, on random small federations."""
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import assume, given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 from tests.laws.test_messages import REFUSED
 
-from prefed.core import Method
+from prefed.core import Method, Round
 from prefed.engines.config import DIAGNOSE
 from prefed.merge import MergeConfig, ServerOptimizer
 from prefed.methods import METHODS, feddpo
@@ -22,6 +24,7 @@ from prefed.testing import (
     check_models,
     check_order,
     check_resume,
+    quadratics,
 )
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
@@ -150,6 +153,42 @@ def test_stopped_and_resumed_is_uninterrupted(name, rule, problem):
 def test_the_order_of_replies_changes_no_bit(name, problem, data):
     """In any exchange of two rounds."""
     check_order(on(name, problem), lambda uploads: data.draw(st.permutations(uploads)))
+
+
+class Watched(dict):
+    """Weights of all clients, and whether more than one at a time was read."""
+
+    read = False
+
+    def _everyone(name):
+        def read(self, *given):
+            self.read = True
+            return getattr(dict, name)(self, *given)
+
+        return read
+
+    __iter__, __len__, keys, values, items = map(
+        _everyone, ("__iter__", "__len__", "keys", "values", "items")
+    )
+
+
+@pytest.mark.parametrize("weights", get_args(MergeConfig.model_fields["weights"].annotation))
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("centralized", "decdpo")])
+def test_rounds_that_count_all_clients_are_declared(name, weights, monkeypatch):
+    """Otherwise, forgetting a client would keep rounds before its first visit that depend on it."""
+    rounds = []
+
+    def watched(number, of, key, everyone, *rest):
+        rounds.append(Round(number, of, key, Watched(everyone), *rest))
+        return rounds[-1]
+
+    monkeypatch.setattr(quadratics, "Round", watched)
+    merge = MergeConfig(weights=weights)
+    with suppress(ValueError):  # refused together
+        on(name, PLAIN, merge).run(cohort=2)
+    declared = merge.counts_clients or METHODS[name].reason("COUNTS_CLIENTS")
+    assert declared or not any(now.weights.read for now in rounds)
+    assert name != "feddpo" or merge.counts_clients == any(now.weights.read for now in rounds)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -271,7 +271,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "tests/cli/": (4_940, "forgetting over FLARE"),
     "tests/engines/": (10_590, "secure sums: kills of both sides, flipped bits of each message"),
     "tests/golden/": (4_910, "marks of products that make test samples"),
-    "tests/laws/": (1_850, ""),
+    "tests/laws/": (1_880, "rounds that count all clients are declared"),
     "tests/unit/": (22_610, "a LoRA without effect is left out of generation"),
     # Words.
     "docs, README.md": (64_400, "what a hub learns from secure sums"),

@@ -168,6 +168,11 @@ class MergeConfig(StrictModel):
         return self.weights in ("qffl", "afl")
 
     @property
+    def counts_clients(self) -> bool:
+        """Whether the weights in a round depend on clients that do not take part in it."""
+        return self.weights in ("mass", "afl")
+
+    @property
     def plain_weights(self) -> bool:
         """Whether the weights are the clients' numbers of pairs, or uniform."""
         return self.weights in ("samples", "uniform")

@@ -262,8 +262,9 @@ class _Forgetting:
             and one.evaluate.unseen > 0,
             "the system drew the noise": one.privacy.draws == "system",
             "[report] asks all models after the first round": one.report is not None,
-            f"[merge] weights = {one.merge.weights!r} are of all clients": one.merge.weights
-            in ("qffl", "afl"),
+            f"[merge] weights = {one.merge.weights!r} are of all clients": one.merge.counts_clients,
+            "[privacy] kind = 'distributed' rounds and adds noise for all clients": one.privacy.kind
+            == "distributed",
             "the method is from outside prefed": METHODS.builtin.get(kind.name) is not kind,
             kind.reason("COUNTS_CLIENTS"): bool(kind.reason("COUNTS_CLIENTS")),
             "a client without training pairs had no place in cohorts": not self.digests
