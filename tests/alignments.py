@@ -86,7 +86,7 @@ def content(folder):
     def unclocked(value):
         if isinstance(value, dict):
             return {key: unclocked(item) for key, item in value.items() if key not in clocks}
-        return value
+        return [unclocked(item) for item in value] if isinstance(value, list) else value
 
     return {
         str(path.relative_to(folder)): unclocked(json.loads(path.read_bytes()))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import prefed.config
 import prefed.runs.preflight
-import prefed.runs.run
+import prefed.runs.rounds
 import toy
 from forked import Command
 from prefed.core.files import WriteError
@@ -39,9 +39,9 @@ def place(tmp_path, monkeypatch):
     """A working folder with an experiment file, and the toy behind it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prefed.runs.preflight, "build_job", toy.of_experiment)
-    monkeypatch.setattr(prefed.runs.run, "describe_data", lambda dataset: {})
-    monkeypatch.setattr(prefed.runs.run, "announce", lambda *arguments: None)
-    monkeypatch.setattr(prefed.runs.run, "round_answers", lambda *arguments: None)
+    monkeypatch.setattr(prefed.runs.rounds, "describe_data", lambda dataset: {})
+    monkeypatch.setattr(prefed.runs.rounds, "announce", lambda *arguments: None)
+    monkeypatch.setattr(prefed.runs.rounds, "round_answers", lambda *arguments: None)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "toy").mkdir()
     (tmp_path / "exp.toml").write_text(FILE)

@@ -255,7 +255,7 @@ def test_a_table_with_overrides(place):
         align_settings({"prompts": "x"}, ["align.tempreture=1"], place)
     with pytest.raises(ConfigError, match="--prompts FILE"):
         align_settings(None, [], place)
-    known = "majority, mean, minimum, adaptive, a selector's number from 0, or judge:NAME"
+    known = "majority, mean, minimum, adaptive, a selector's number from 0, judge:NAME, or clients"
     with pytest.raises(ConfigError, match=f"labels must be {known}"):
         align_settings({"prompts": "x", "labels": "most"}, [], place)
     with pytest.raises(ConfigError, match="objective 'sft' cannot train on labelled pairs; choose from: "):
@@ -669,13 +669,13 @@ def test_a_win_is_an_answer_that_the_labeller_prefers(alignment, monkeypatch):
             assert [(pair.chosen, pair.rejected) for pair in pairs] == [(" c", " up"), (" d", " up")]
             return np.array([0]), np.array([[2.0]], np.float32)
 
-    answers = HeldOutAnswers(replace(alignment, judge=Judge()), range(4), 6)
+    answers = HeldOutAnswers(alignment, Judge(), range(4), 6)
     written = {0: [" up"] * 4, 1: [" up ", "", " c", " d"]}
     monkeypatch.setattr(
         answers, "_write", lambda k: [WrittenAnswer("", text, [5, 6], True, 1.0) for text in written[int(k)]]
     )
     monkeypatch.setattr(type(answers), "_start", answers._write(0))
-    assert answers.measure(1)["win_rate"] == 0.5
+    assert answers.measure(1, alignment.folder / "answers.jsonl")["win_rate"] == 0.5
 
 
 def text(**own):

@@ -25,12 +25,12 @@ def stop_at(alignment, stage, step):
 
 
 def test_killed_at_every_write(alignment, monkeypatch):
-    """Every process is killed in the middle of its fifth write or rename: half of the bytes are there. The
+    """Every process is killed in the middle of its seventh write or rename: half of the bytes are there. The
     next one goes on, until one comes through. What is then in the folder is what one process leaves."""
     whole = replace(alignment, folder=alignment.folder.with_name("whole"))
     align(whole)
-    processes = align_killed(alignment, monkeypatch, at=5, most=40)
-    assert 8 < processes < 40
+    processes = align_killed(alignment, monkeypatch, at=7, most=40)
+    assert 6 < processes < 40
     assert content(alignment.folder) == content(whole.folder)
 
 

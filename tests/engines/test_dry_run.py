@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import prefed.runs.answers
 import prefed.runs.dry_run
-import prefed.runs.run
+import prefed.runs.rounds
 import prefed.train.generation
 import toy
 from finished import small_experiment, small_place
@@ -222,7 +222,7 @@ def test_what_a_run_refuses_it_refuses_in_the_same_words(place, tmp_path, monkey
 
 def test_a_start_that_fails_after_its_commit_leaves_nothing(place, tmp_path, monkeypatch):
     """The backend starts after round 0 is committed."""
-    monkeypatch.setattr(prefed.runs.run, "_backend", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(prefed.runs.rounds, "_backend", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(experiment(place), tmp_path / "run")
     assert not list(tmp_path.iterdir())

@@ -123,6 +123,29 @@ class Selectors:
         return asked, scores
 
 
+class Clients(Protocol):
+    """The clients of a run, who judge completions where their data are."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The clients that train."""
+
+    def scorer(self, client: str) -> Scorer:
+        """Return what a client judges with."""
+
+    def train(self, pairs: Path, before: Path | None, folder: Path) -> str:
+        """Take further rounds on judged pairs, or finish them; return a digest of the result.
+
+        Args:
+            pairs: a file with columns of :data:`prefed.align.refresh.PAIRS`.
+            before: the folder of an earlier such training to continue; ``None`` to continue the run.
+            folder: where to write.
+        """
+
+    def selectors(self, folder: Path) -> Selectors:
+        """Return the selectors that :meth:`train` wrote."""
+
+
 @dataclass(frozen=True)
 class ClientPrompts:
     """The prompts of clients, which the prompts of the server are compared with.
@@ -168,6 +191,7 @@ class Alignment:
         judge: labels instead of the selectors.
         tastes: reads the tastes of clients, for a policy that takes tastes.
         unseen_pairs: reads pairs of clients with prompts that selectors were not trained on.
+        clients: those that judge completions, for refreshed selectors.
         callback: receives the progress of the stages.
     """
 
@@ -183,6 +207,7 @@ class Alignment:
     judge: Scorer | None = None
     tastes: Callable[[], KnownTastes] | None = None
     unseen_pairs: Callable[[], Sequence[Record]] = tuple
+    clients: Clients | None = None
     callback: Callback = field(default_factory=Callback)
 
     @property
@@ -200,10 +225,26 @@ class Alignment:
         """The tensors of the initial policy (full layout); one that takes tastes has its map among them."""
         return self.policy.reference if self.config.tastes is None else self.policy.initial
 
+    def scorer(self, folder: Path | None = None) -> Scorer:
+        """Return the labeller: the judge, or the selectors that label.
+
+        Args:
+            folder: that of a refresh, whose selectors label.
+        """
+        if folder not in self._scorers:
+            self._scorers.clear()
+            self._scorers[folder] = self.judge or self._selectors(folder).chosen_by(self.config.labels)
+        return self._scorers[folder]
+
+    def _selectors(self, folder: Path | None) -> Selectors:
+        if folder is None:
+            return self.selectors()
+        assert self.clients is not None
+        return self.clients.selectors(folder)
+
     @cached_property
-    def scorer(self) -> Scorer:
-        """The labeller: the judge, or the selectors that label."""
-        return self.judge or self.selectors().chosen_by(self.config.labels)
+    def _scorers(self) -> dict[Path | None, Scorer]:
+        return {}
 
     @property
     def needs(self) -> frozenset[str]:

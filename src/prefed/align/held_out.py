@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from prefed.align.alignment import Alignment
+from prefed.align.alignment import Alignment, Scorer
 from prefed.align.labels import won
+from prefed.align.stages import dumps
 from prefed.align.start import own_prompts
-from prefed.core import Tensors
+from prefed.align.tastes import at_prompts
+from prefed.core import Tensors, files
 from prefed.data import Record
 from prefed.train.generation import Sampling, write_answers
 from prefed.train.metrics import WrittenAnswer, text_health
@@ -21,66 +24,84 @@ ANSWERED = 32
 """Largest number of held-out prompts that are answered after an epoch."""
 
 
+def win_rate(
+    alignment: Alignment,
+    scorer: Scorer,
+    rows: Sequence[Mapping[str, Any]],
+    tastes: Mapping[int, torch.Tensor] | None = None,
+) -> float | None:
+    """Return the share of answers that a labeller prefers to the initial policy's; a tie is half of one.
+
+    Answers that it does not judge are left out. ``None`` if it judges none.
+
+    Args:
+        rows: number of the ``prompt``, ``answer`` and ``initial`` answer.
+        tastes: number of a prompt → ``[d_z]``, for a policy that takes tastes.
+    """
+    wins, judged, prompts = list[float](), list[tuple[int, Record]](), own_prompts(alignment)
+    for row in rows:
+        own, other, prompt = row["answer"].strip(), row["initial"].strip(), prompts[row["prompt"]]
+        if own == other:
+            wins.append(0.5)
+        elif not own or not other:
+            wins.append(float(bool(own)))
+        else:
+            record = Record(prompt.prompt, row["answer"], row["initial"], extra=dict(prompt.extra))
+            judged.append((row["prompt"], record))
+    if judged:
+        z = at_prompts(tastes, (number for number, _ in judged))
+        wins += won(alignment, scorer, [record for _, record in judged], z).tolist()
+    return float(np.mean(wins)) if wins else None
+
+
 class HeldOutAnswers:
     """Answers held-out prompts, most likely token by token, and has the labeller compare the answers.
 
     Args:
+        scorer: the labeller.
         numbers: of the held-out prompts; the first :data:`ANSWERED` are answered.
         max_tokens: maximum length of an answer.
-        tastes: ``[len(numbers), d_z]``, for a policy that takes tastes.
+        tastes: number of a prompt → ``[d_z]``, for a policy that takes tastes.
     """
 
     def __init__(
         self,
         alignment: Alignment,
+        scorer: Scorer,
         numbers: Sequence[int],
         max_tokens: int,
-        tastes: torch.Tensor | None = None,
+        tastes: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        self._alignment = alignment
-        self._prompts = [own_prompts(alignment)[number] for number in numbers[:ANSWERED]]
+        self._alignment, self._scorer, self._tastes = alignment, scorer, tastes
+        self._numbers = numbers[:ANSWERED]
         self._how = Sampling(max_tokens=max_tokens, temperature=0)
-        self._tastes = None if tastes is None else tastes[:ANSWERED]
 
     @cached_property
     def _start(self) -> list[WrittenAnswer]:
         return self._write(self._alignment.policy.reference)
 
-    def measure(self, tensors: Tensors) -> dict[str, Any]:
+    def measure(self, tensors: Tensors, path: Path) -> dict[str, Any]:
         """Return ``win_rate`` of a policy's answers over the initial policy's, and their health as ``text``.
 
         ``text`` is a :class:`~prefed.core.records.TextRecord` with the initial policy as the base model.
 
         Args:
             tensors: full layout.
+            path: where to write the rows for :func:`win_rate`.
         """
         answers = self._write(tensors)
+        rows = [
+            {"prompt": number, "answer": own.text, "initial": first.text}
+            for number, own, first in zip(self._numbers, answers, self._start, strict=True)
+        ]
+        files.write(path, dumps(rows))
         text = {"base": text_health(self._start), "shared": text_health(answers)}
-        return {"win_rate": self._win_rate(answers), "text": text}
+        return {"win_rate": win_rate(self._alignment, self._scorer, rows, self._tastes), "text": text}
 
     def _write(self, tensors: Tensors) -> list[WrittenAnswer]:
-        alignment = self._alignment
-        template, asked = alignment.template, [row.prompt for row in self._prompts]
+        alignment, prompts = self._alignment, own_prompts(self._alignment)
+        template, asked = alignment.template, [prompts[number].prompt for number in self._numbers]
         turns = [prompt if isinstance(prompt, str) else prompt[-1].content for prompt in asked]
-        prompts = list(zip(turns, map(template.prompt_ids, asked), strict=True))
-        return write_answers(alignment.policy, tensors, prompts, self._how, ANSWERED, self._tastes)
-
-    def _win_rate(self, answers: Sequence[WrittenAnswer]) -> float | None:
-        """The share of answers that the labeller prefers; a tie is half of one.
-
-        Answers that it does not judge are left out. ``None`` if it judges none.
-        """
-        wins, records, places = list[float](), list[Record](), list[int]()
-        for place, (answer, first) in enumerate(zip(answers, self._start, strict=True)):
-            own, other, row = answer.text.strip(), first.text.strip(), self._prompts[place]
-            if own == other:
-                wins.append(0.5)
-            elif not own or not other:
-                wins.append(float(bool(own)))
-            else:
-                records.append(Record(row.prompt, answer.text, first.text, extra=dict(row.extra)))
-                places.append(place)
-        if records:
-            tastes = None if self._tastes is None else self._tastes[places]
-            wins += won(self._alignment, records, tastes).tolist()
-        return float(np.mean(wins)) if wins else None
+        texts = list(zip(turns, map(template.prompt_ids, asked), strict=True))
+        tastes = at_prompts(self._tastes, self._numbers)
+        return write_answers(alignment.policy, tensors, texts, self._how, ANSWERED, tastes)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from prefed.align import completions
-from prefed.align.alignment import Alignment
+from prefed.align.alignment import Alignment, Scorer
 from prefed.align.policy import AlignError
 from prefed.align.stages import Figures, Stage, append, dumps, rows_in, whole_batches
 from prefed.align.start import own_prompts
@@ -102,7 +102,7 @@ def unseen_accuracy(alignment: Alignment) -> Figures:
     if alignment.judge is not None or alignment.config.tastes is not None:
         return {}
     pairs = list(alignment.unseen_pairs())
-    correct = won(alignment, pairs)
+    correct = won(alignment, alignment.scorer(), pairs)
     text = "no client has a test pair whose prompt selectors were not trained on"
     accuracy = None
     if len(correct):
@@ -119,7 +119,7 @@ def unseen_accuracy(alignment: Alignment) -> Figures:
 
 
 def won(
-    alignment: Alignment, records: Sequence[Record], tastes: torch.Tensor | None = None
+    alignment: Alignment, scorer: Scorer, records: Sequence[Record], tastes: torch.Tensor | None = None
 ) -> NDArray[np.float64]:
     """Return 1 for each pair whose chosen response the labeller prefers, 0.5 for a tie, else 0.
 
@@ -128,7 +128,7 @@ def won(
     Args:
         tastes: ``[len(records), d_z]``, for a selector that takes tastes.
     """
-    asked, scores = alignment.scorer.scores(records, tastes)
+    asked, scores = scorer.scores(records, tastes)
     if not len(asked):
         return np.zeros(0)
     return (np.sign(leads(scores.astype(float), str(alignment.config.labels))) + 1) / 2
@@ -161,6 +161,14 @@ def clearest(labels: Sequence[LabelRow]) -> list[LabelRow]:
     return [row for row in best.values() if row["margin"] >= least]
 
 
+def records_of(pairs: Sequence[Candidates], prompts: Sequence[PromptRow]) -> list[Record]:
+    """Return pairs of completions with their prompts."""
+    return [
+        Record(prompts[pair.prompt].prompt, *pair.texts, extra=dict(prompts[pair.prompt].extra))
+        for pair in pairs
+    ]
+
+
 def _not_judged(alignment: Alignment) -> str:
     return "too_long" if alignment.judge is None else "failed"
 
@@ -174,14 +182,11 @@ def _judge(
 ) -> None:
     """Append the scores of all batches but the first ``done`` to :data:`SCORES`."""
     path, name = generation.path(alignment, SCORES), generation.stage("labels")
-    drawn = generation.tastes(alignment)
+    drawn, scorer = generation.tastes(alignment), generation.scorer(alignment)
     alignment.callback.on_stage_begin(name, done, len(batches))
     for number, batch in enumerate(batches[done:], done + 1):
-        records = [
-            Record(prompts[pair.prompt].prompt, *pair.texts, extra=dict(prompts[pair.prompt].extra))
-            for pair in batch
-        ]
-        asked, scores = alignment.scorer.scores(records, at_prompts(drawn, (pair.prompt for pair in batch)))
+        records = records_of(batch, prompts)
+        asked, scores = scorer.scores(records, at_prompts(drawn, (pair.prompt for pair in batch)))
         column = {int(row): scores[:, k].astype(float).tolist() for k, row in enumerate(asked)}
         rows = [
             {"index": pair.prompt, "samples": pair.samples, "scores": column.get(row)}
@@ -286,9 +291,9 @@ def _settings(alignment: Alignment) -> dict[str, Any]:
     return {"labels": labels, **pairs, **({} if taste is None else {"taste": taste})}
 
 
-def stage(generation: Generation) -> Stage:
-    """Return the stage of a generation."""
-    inputs = ("prompts", generation.stage("completions"), "selectors")
+def stage(generation: Generation, selectors: str = "selectors") -> Stage:
+    """Return the stage of a generation, whose labeller is the result of the stage or source ``selectors``."""
+    inputs = ("prompts", generation.stage("completions"), selectors)
     work, parts = partial(_work, generation=generation), (generation.file(SCORES),)
     return Stage(generation.stage("labels"), inputs, _settings, (generation.file(FILE),), work, parts)
 

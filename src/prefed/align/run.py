@@ -1,22 +1,23 @@
 """Run all stages of an alignment, and write its summary.
 
-In each of several generations, the current policy completes each prompt, the frozen labeller labels the
-completions, and the policy is trained on the labels. A policy that takes tastes completes each prompt with
-one drawn for it, and the selector labels with this taste (FedVPA-GP, arXiv:2605.30873, stage 2). The best
-policy is selected by its answers to the held-out prompts of the first generation, at the tastes drawn there;
-training never uses these prompts.
+In each of several generations, the current policy completes each prompt, clients may refresh the selectors,
+the labeller labels the completions, and the policy is trained on the labels. A policy that takes tastes
+completes each prompt with one drawn for it, and the selector labels with this taste (FedVPA-GP,
+arXiv:2605.30873, stage 2). The best policy is selected by its answers to the held-out prompts of the first
+generation, at the tastes drawn there; training never uses these prompts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prefed.align import completions, labels, policy, start, tastes, training
+from prefed.align import completions, labels, policy, refresh, start, tastes, training
 from prefed.align.alignment import Alignment
+from prefed.align.held_out import win_rate
 from prefed.align.policy import read_state
 from prefed.align.stages import (
     Figures,
@@ -35,13 +36,21 @@ from prefed.core import files
 POLICY = "policy.safetensors"
 
 
-def generation_stages(count: int, tasting: bool) -> tuple[Stage, ...]:
-    """Return the stages of ``count`` generations, and the one that selects the best policy."""
-    stages = [tastes.STAGE] if tasting else []
+def generation_stages(count: int, tasting: bool, refreshed: Callable[[int], int]) -> tuple[Stage, ...]:
+    """Return the stages of ``count`` generations, and the one that selects the best policy.
+
+    Args:
+        tasting: the policy takes tastes.
+        refreshed: returns the last generation up to one with a refresh; 0 for none.
+    """
+    stages, selectors = [tastes.STAGE] if tasting else [], "selectors"
     for number in range(1, count + 1):
         generation = Generation(number)
         stages += [completions.stage(generation, tasting)]
-        stages += [labels.stage(generation), training.stage(generation)]
+        if refreshed(number) == number:
+            stages += [refresh.stage(generation, selectors)]
+            selectors = stages[-1].name
+        stages += [labels.stage(generation, selectors), training.stage(generation)]
     inputs = ("policy", *(stage.name for stage in stages))
     outputs = (*((POLICY,) if tasting else ()), training.ADAPTER, completions.FILE, labels.FILE)
     return (*stages, Stage("train", inputs, lambda alignment: {"generations": count}, outputs, _keep_best))
@@ -55,6 +64,9 @@ def count_of(config: AlignConfig) -> int:
 def summarize(figures: Mapping[str, Figures]) -> dict[str, Figures]:
     """Merge the metrics of generations into those of single stages, with summed counts."""
     single = {name: own for name, own in figures.items() if "-" not in name}
+    if refreshes := [name for name in figures if name.startswith("refresh-")]:
+        each = [{"generation": int(name.partition("-")[2]), **figures[name]} for name in refreshes]
+        single["refresh"] = {"refreshes": each, "seconds": sum(own["seconds"] for own in each)}
     for kind in ("completions", "labels", "train"):
         own = [figures[name] for name in figures if name.startswith(f"{kind}-")]
         counts = {
@@ -74,12 +86,17 @@ def _keep_best(alignment: Alignment) -> Figures:
     """
     generations = [Generation(number) for number in range(1, count_of(alignment.config) + 1)]
     epochs: list[dict[str, Any]] = []
-    checkpoints = []
+    checkpoints, scorer = [], generations[-1].scorer(alignment)
     for generation in generations:
         _, _, history = read_state(generation.path(alignment, STATE), generation.stage("train"))
         for figures in history:
             del figures["digest"]
-            checkpoints.append(alignment.folder / training.checkpoint(generation, figures["epoch"]))
+            path = alignment.folder / training.checkpoint(generation, figures["epoch"])
+            if alignment.config.refresh is not None and figures["win_rate"] is not None:
+                # Win rates by several labellers are not comparable.
+                answers = list(rows_in(path.with_name(training.answers_file(figures["epoch"]))))
+                figures["win_rate"] = win_rate(alignment, scorer, answers)
+            checkpoints.append(path)
             epochs.append({**figures, "epoch": len(checkpoints), "generation": generation.number})
     best = training.kept_epoch(epochs, alignment.callback)
     backbone, folder = alignment.policy, alignment.folder
@@ -109,7 +126,8 @@ def stages_of(config: AlignConfig) -> tuple[Stage, ...]:
     tasting = config.tastes is not None
     if not tasting and config.generations is None:
         return STAGES
-    return (start.PROMPTS_STAGE, start.POLICY_STAGE, *generation_stages(count_of(config), tasting))
+    stages = generation_stages(count_of(config), tasting, config.refreshed)
+    return (start.PROMPTS_STAGE, start.POLICY_STAGE, *stages)
 
 
 def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
@@ -149,7 +167,7 @@ def _forget_others(folder: Path, stages: tuple[Stage, ...]) -> None:
     numbers = [int(path.name) for path in (folder / "generations").glob("*") if path.name.isdecimal()]
     names = {stage.name for stage in stages}
     wanted = {path for stage in stages for path in (*stage.outputs, *stage.parts)}
-    for stage in (*STAGES, *generation_stages(max(numbers, default=0), tasting=True)):
+    for stage in (*STAGES, *generation_stages(max(numbers, default=0), True, lambda own: own)):
         left = tuple(path for path in (*stage.outputs, *stage.parts) if path not in wanted)
         if left or stage.name not in names:
             forget(folder, replace(stage, outputs=left, parts=()))

@@ -25,9 +25,9 @@ def dumps(rows: Iterable[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
 
 
-def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def append(path: Path, rows: Iterable[Mapping[str, Any]], mode: int = 0o666) -> None:
     """Append a batch of rows with digests, and sync it to the disk."""
-    files.append(path, b"".join(files.dumps_with_digest(row) + b"\n" for row in rows))
+    files.append(path, b"".join(files.dumps_with_digest(row) + b"\n" for row in rows), mode=mode)
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:

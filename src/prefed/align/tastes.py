@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prefed.align.alignment import Alignment, KnownTastes
+from prefed.align.alignment import Alignment, KnownTastes, Scorer
 from prefed.align.policy import AlignError, read_state
 from prefed.align.stages import Figures, Stage, dumps, rows_in
 from prefed.core import Key, Tensors, files
@@ -132,7 +132,7 @@ def _keep_tastes(alignment: Alignment) -> Figures:
 STAGE = Stage("tastes", ("selectors",), lambda alignment: {}, (KNOWN,), _keep_tastes)
 
 
-TASTES, LABELS, STATE = "tastes.jsonl", "labels.jsonl", "train.state"
+TASTES, LABELS, STATE, REFRESH = "tastes.jsonl", "labels.jsonl", "train.state", "refresh"
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,15 @@ class Generation:
     def before(self) -> Generation | None:
         """The previous generation; ``None`` for the first one."""
         return Generation(self.number - 1) if self.number and self.number > 1 else None
+
+    def scorer(self, alignment: Alignment) -> Scorer:
+        """Return the labeller, with the selectors of the last refresh up to this generation."""
+        return alignment.scorer(self.refreshed(alignment))
+
+    def refreshed(self, alignment: Alignment) -> Path | None:
+        """Return the folder of the last refresh up to this generation, if there is one."""
+        number = 0 if self.number is None else alignment.config.refreshed(self.number)
+        return Generation(number).path(alignment, REFRESH) if number else None
 
     def draw_tastes(
         self, alignment: Alignment, prompts: Iterable[tuple[int, int]]

@@ -16,7 +16,7 @@ from prefed.align.completions import limit
 from prefed.align.held_out import ANSWERED, HeldOutAnswers
 from prefed.align.policy import AlignError, Training, train_epochs
 from prefed.align.stages import Figures, Stage, check_outputs, output_digest, rows_in
-from prefed.align.tastes import STATE, Generation, at_prompts, held_out, held_out_prompts
+from prefed.align.tastes import STATE, Generation, held_out, held_out_prompts
 from prefed.config.align import AlignConfig
 from prefed.core import Callback, Optimizer, Plain, Tensors
 from prefed.data import Record
@@ -154,6 +154,11 @@ def checkpoint(generation: Generation, epoch: int) -> str:
     return generation.file(f"{CHECKPOINTS}/epoch-{epoch}{ending}")
 
 
+def answers_file(epoch: int) -> str:
+    """Return the name of the file with an epoch's answers to held-out prompts, next to its checkpoint."""
+    return f"answers-{epoch}.jsonl"
+
+
 def _work(alignment: Alignment, generation: Generation) -> Figures:
     config = alignment.config
     rows, tastes = _rows(alignment, generation)
@@ -181,9 +186,10 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         before=None if before is None else before.path(alignment, STATE),
         remedy=f"set align.lr below {lr:g}",
     )
-    answered = np.unique(prompts[out]).tolist()
-    z = at_prompts(Generation(1).tastes(alignment), answered)
-    held_out_answers = HeldOutAnswers(alignment, answered, limit(alignment), z) if answered else None
+    answered, held_out_answers = np.unique(prompts[out]).tolist(), None
+    if answered:
+        scorer, z = generation.scorer(alignment), Generation(1).tastes(alignment)
+        held_out_answers = HeldOutAnswers(alignment, scorer, answered, limit(alignment), z)
 
     def measure(epoch: int, tensors: Tensors) -> Mapping[str, Plain]:
         path = alignment.folder / checkpoint(generation, epoch)
@@ -195,7 +201,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         figures: dict[str, Any] = {"win_rate": None}
         # Answers take longer than a pass over few pairs.
         if held_out_answers is not None and (training.epochs - epoch) % -(-training.epochs // CHECKED) == 0:
-            figures = held_out_answers.measure(tensors)
+            figures = held_out_answers.measure(tensors, path.with_name(answers_file(epoch)))
         return {"digest": output_digest(path), **agreement(config, trainer, tensors, out), **figures}
 
     key = generation.key(alignment).at("train")

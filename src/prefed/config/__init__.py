@@ -1,6 +1,6 @@
 """The experiment file: typed settings and their validation errors."""
 
-from prefed.config.align import AlignConfig, EndpointConfig, JudgeConfig
+from prefed.config.align import AlignConfig, EndpointConfig, JudgeConfig, RefreshConfig
 from prefed.config.errors import ConfigError
 from prefed.config.experiment import Experiment, to_toml
 from prefed.config.settings import (
@@ -27,6 +27,7 @@ __all__ = [
     "JudgeConfig",
     "MethodConfig",
     "RayConfig",
+    "RefreshConfig",
     "ReportConfig",
     "StopConfig",
     "TrackConfig",

@@ -31,6 +31,8 @@ STEPS = 24
 """Least number of training steps, unless epochs are set."""
 LABELLERS = ("majority", "mean", "minimum", "adaptive")
 """How all selectors label together; see :func:`prefed.align.labels.leads`."""
+CLIENTS = "clients"
+"""The labeller whose votes are the clients'."""
 
 
 URL = "https://api.openai.com/v1"
@@ -85,11 +87,23 @@ class JudgeOptions(ServerConfig):
 
 
 class JudgeConfig(JudgeOptions):
-    """Settings of the judge in ``labels``; an endpoint receives the prompts and the completions."""
+    """Settings of the judges; an endpoint receives the prompts and the completions."""
 
     prefix: ClassVar[str] = "[align.judge] "
 
     key_variable: str = Field(OPENAI_KEY, pattern=KEY, description=_KEY_TEXT)
+
+
+class RefreshConfig(StrictModel):
+    """Clients judge the current policy's completions, and selectors take further rounds on these pairs."""
+
+    every: int = Field(
+        1, ge=1, description="generations from one refresh to the next; it precedes a generation's labels"
+    )
+    pairs: int = Field(
+        16, ge=1, description="pairs of a generation's completions that each client judges, drawn at random"
+    )
+    rounds: int = Field(1, ge=1, description="further rounds of the run's method in a refresh")
 
 
 class AlignConfig(StrictModel):
@@ -140,8 +154,8 @@ class AlignConfig(StrictModel):
     labels: int | str = Field(
         "majority",
         description="the labeller: all selectors, by majority, mean, minimum or adaptive weights; one "
-        "selector by its number; or judge:NAME, a judge of `prefed judge` instead of the selectors, e.g. "
-        "judge:reward:FOLDER",
+        "selector by its number; judge:NAME, a judge of `prefed judge` instead of the selectors, e.g. "
+        "judge:reward:FOLDER; or clients, whose judges vote",
     )
     pairs: Literal["best", "all"] = Field(
         "best",
@@ -149,7 +163,16 @@ class AlignConfig(StrictModel):
         "usually its best completion against its worst, without near-ties, whose margin is in the lowest "
         "quarter of all pairs; or all",
     )
-    judge: JudgeConfig | None = Field(None, description="settings of the judge in labels")
+    judge: JudgeConfig | None = Field(None, description="settings of the judges")
+    client_judge: str | None = Field(
+        None,
+        min_length=1,
+        description="the judge with which each client judges completions on its machine, as of `prefed "
+        "judge`, with the client's own taste",
+    )
+    refresh: RefreshConfig | None = Field(
+        None, description="clients judge completions of later policies; default: the selectors stay the same"
+    )
     taste: str | None = Field(
         None,
         min_length=1,
@@ -218,21 +241,23 @@ class AlignConfig(StrictModel):
     @model_validator(mode="after")
     def _consistent(self) -> AlignConfig:
         number = isinstance(self.labels, int) and self.labels >= 0
-        if not number and self.labels not in LABELLERS and not self.judge_name:
+        if not number and self.labels not in (*LABELLERS, CLIENTS) and not self.judge_name:
             raise ValueError(
-                f"labels must be {', '.join(LABELLERS)}, a selector's number from 0, or judge:NAME"
+                f"labels must be {', '.join(LABELLERS)}, a selector's number from 0, judge:NAME, or {CLIENTS}"
             )
-        judge = self.judge_name or ""
-        if is_code(judge) and "." in judge.partition(":")[0]:
-            raise ValueError(
-                f"labels = {self.labels!r}: an alignment does not load a judge from a file or module; "
-                "use one of prefed, or install a package with an entry point in 'prefed.judges' and name that"
-            )
-        if self.judge is not None and self.judge_name is None:
+        for key, judge in self.judges.items():
+            if is_code(judge) and "." in judge.partition(":")[0]:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)!r}: an alignment does not load a judge from a file or "
+                    "module; use one of prefed, or install a package with an entry point in 'prefed.judges' "
+                    "and name that"
+                )
+        if self.judge is not None and not self.judges:
             raise ValueError(f"[align.judge] requires labels = 'judge:NAME', not {self.labels!r}: remove one")
-        if self.taste is not None and self.judge_name is not None:
+        self._check_clients()
+        if self.taste is not None and not self.selectors_label:
             raise ValueError(f"taste requires selectors, but labels = {self.labels!r}: remove one of them")
-        if self.tastes is not None and (self.judge_name is not None or self.taste is not None):
+        if self.tastes is not None and (not self.selectors_label or self.taste is not None):
             given = f"labels = {self.labels!r}" if self.taste is None else f"taste = {self.taste!r}"
             raise ValueError(f"with tastes, the selector labels with the sampled taste: remove {given}")
         if self.regenerate is not None and self.tastes is None and self.generations is None:
@@ -247,6 +272,41 @@ class AlignConfig(StrictModel):
             raise ValueError("beta is a separate key: move it out of objective_settings")
         self.goal()
         return self
+
+    def _check_clients(self) -> None:
+        """Check who judges what, where clients do."""
+        judging = self.labels == CLIENTS or self.refresh is not None
+        if judging and self.client_judge is None:
+            raise ValueError("clients judge completions: name the judge that each of them uses: client_judge")
+        if not judging and self.client_judge is not None:
+            raise ValueError(f"client_judge requires labels = '{CLIENTS}' or [align.refresh]: remove it")
+        if self.refresh is None:
+            return
+        if self.generations is None:
+            raise ValueError("[align.refresh] requires several generations: set generations")
+        if self.labels == CLIENTS or self.judge_name is not None or self.tastes is not None:
+            given = f"labels = {self.labels!r}" if self.tastes is None else f"tastes = {self.tastes!r}"
+            raise ValueError(f"[align.refresh] trains the selectors that label: remove it or {given}")
+
+    @property
+    def judges(self) -> dict[str, str]:
+        """Key → name of each judge."""
+        named = {"labels": self.judge_name, "client_judge": self.client_judge}
+        return {key: name for key, name in named.items() if name}
+
+    @property
+    def selectors_label(self) -> bool:
+        """Whether selectors label, not a judge or clients."""
+        return self.judge_name is None and self.labels != CLIENTS
+
+    def refreshed(self, generation: int) -> int:
+        """Return the last generation up to this one with a refresh; 0 for none.
+
+        >>> config = AlignConfig.model_construct(refresh=RefreshConfig(every=2))
+        >>> [config.refreshed(generation) for generation in range(1, 6)]
+        [0, 2, 2, 4, 4]
+        """
+        return 0 if self.refresh is None else generation // self.refresh.every * self.refresh.every
 
     @property
     def judge_name(self) -> str | None:

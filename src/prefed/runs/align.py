@@ -19,12 +19,13 @@ from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Sele
 from prefed.align import align as run_stages
 from prefed.align.completions import endpoint_of
 from prefed.align.judge.endpoint import EndpointJudge, openai_or_here
+from prefed.align.judge.local import MEAN
 from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import get_template
 from prefed.align.run import SETTINGS, SUMMARY
 from prefed.align.tastes import check_known
 from prefed.config import AlignConfig, Experiment
-from prefed.config.align import JudgeConfig, align_settings
+from prefed.config.align import CLIENTS, JudgeConfig, align_settings
 from prefed.core import Callback, Callbacks, files
 from prefed.core.proxies import through
 from prefed.core.text import did_you_mean, listed, pluralize
@@ -33,8 +34,16 @@ from prefed.engines import Job
 from prefed.models import ModelConfig
 from prefed.models.pretrained import with_dtype, with_kernels
 from prefed.runs.finished_run import RunRecord, read_run
-from prefed.runs.labels import JudgeLabels, check_selectors, make_judge, selectors_of, untrained
+from prefed.runs.labels import (
+    ClientVotes,
+    JudgeLabels,
+    check_selectors,
+    make_judge,
+    selectors_of,
+    untrained,
+)
 from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
+from prefed.runs.refresh import RunClients
 from prefed.runs.start_or_resume import run_log
 from prefed.runs.tastes import OPPOSED, common_taste, known_tastes, published_taste, split_taste
 from prefed.runs.track import tracked_alignment
@@ -112,13 +121,15 @@ def check_judge(config: AlignConfig) -> None:
         AlignError: there is no such judge or template.
         JudgeError: as :class:`~prefed.align.judge.endpoint.EndpointJudge`.
     """
-    if config.judge_name is not None:
+    for key, name in config.judges.items():
         try:
-            kind, argument = split_name(config.judge_name)
+            kind, argument = split_name(name)
             options = _judge_options(config)
             get_template(options.template, options.prefix)
+            if key == "client_judge" and options.taste != MEAN:
+                raise ValueError("each client judges with its own taste: leave out [align.judge] taste")
         except ValueError as error:
-            raise AlignError(f"[align] labels = {config.labels!r}: {error}") from error
+            raise AlignError(f"[align] {key} = {getattr(config, key)!r}: {error}") from error
         if kind == "endpoint":
             EndpointJudge(argument, options)
 
@@ -140,7 +151,7 @@ def _route(url: str) -> str:
 def _servers(config: AlignConfig) -> dict[str, str]:
     """Setting → URL of each server that an alignment uses."""
     servers = {} if config.endpoint is None else {"align.endpoint.url": config.endpoint.url}
-    if (config.judge_name or "").startswith("endpoint:"):
+    if any(name.startswith("endpoint:") for name in config.judges.values()):
         servers["align.judge.url"] = _judge_options(config).url
     return servers
 
@@ -227,7 +238,7 @@ def _settings_file(record: RunRecord, anew: bool) -> Path:
 
 def _warn_of_collapse(record: RunRecord, config: AlignConfig, callback: Callback) -> None:
     tastes = record.tastes
-    if config.judge_name is not None or tastes is None or not tastes["collapsed"]:
+    if not config.selectors_label or tastes is None or not tastes["collapsed"]:
         return
     callback.on_warning(
         f"the clients' tastes have collapsed: accuracy {tastes['own']:.3f} with their own taste, "
@@ -252,9 +263,21 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
     check_judge(config)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
-    name = config.judge_name
-    judge = None if name is None else make_judge(name, _judge_options(config), source.run)
-    origin = [commit.digests.server, commit.fingerprint["model"], asked] if judge is None else judge.identity
+    name, clients = config.judge_name, None
+    judge: JudgeLabels | ClientVotes | None = None
+    origin: Any = [commit.digests.server, commit.fingerprint["model"], asked]
+    judged: dict[str, Any] = {}
+    if name is not None:
+        own = make_judge(name, _judge_options(config), source.run)
+        judge, origin = JudgeLabels(own), own.identity
+    if config.client_judge is not None:
+        if record.sites or "peer" in record.summary or experiment.whole_graph is not None:
+            raise AlignError(f"{record.path}: client_judge: the clients of this run are not on this machine")
+        clients = RunClients(source.run, config)
+        scorers = {client: clients.scorer(client) for client in clients.names}
+        judged = {client: scorer.judge.identity for client, scorer in scorers.items()}
+        if config.labels == CLIENTS:
+            judge, origin = ClientVotes([*scorers.values()]), judged
     return Alignment(
         folder=record.path / FOLDER,
         config=config,
@@ -267,10 +290,12 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
         sources={
             "clients": commit.fingerprint["data"],
             "selectors": files.digest(json.dumps(origin).encode()),
+            "judges": files.digest(json.dumps(judged).encode()),
         },
-        judge=None if judge is None else JudgeLabels(judge),
+        judge=judge,
         tastes=source.tastes,
         unseen_pairs=source.unseen_pairs,
+        clients=clients,
         callback=source.callback,
     )
 
@@ -296,7 +321,7 @@ class _Source:
         # The hub of a federation has no data of clients.
         run = load_run(self.path, data=not read_run(self.path).sites)
         labels = self.config.labels
-        names = [] if self.config.judge_name is not None else list(untrained(run))
+        names = list(untrained(run)) if self.config.selectors_label else []
         if isinstance(labels, int):
             names = [name for name in names if name == list(run.published_models)[labels]]
         if names:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prefed.data.responses import ResponseEncoder
     from prefed.data.show import ShownClient
     from prefed.engines.diagnostics import Diagnostics
+    from prefed.train.lockstep import Lockstep
 
 _log = logging.getLogger("prefed")
 
@@ -413,3 +414,16 @@ def build_worker_job(arguments: str, folder: Path | None = None) -> Job:
     experiment = parent_experiment(tables, order["code"])
     dataset = FederatedDataset.open(folder / DATA)
     return assemble_job(experiment, build_trainers(experiment, dataset, folder / REFERENCE))
+
+
+def lockstep(experiment: Experiment, job: Job) -> Lockstep | None:
+    """Return the trainer of ``[engine] stack`` clients at a time; ``None`` if that is 1.
+
+    Raises:
+        ModelError: clients cannot share passes over this model.
+    """
+    if experiment.engine.stack == 1:
+        return None
+    from prefed.train.lockstep import Lockstep
+
+    return Lockstep(cast(PairTrainerFactory, job.trainers).pair_trainer, experiment.engine.stack)

@@ -134,7 +134,7 @@ def _alignment(record: RunRecord, clients: Sequence[str]) -> tuple[Action, str]:
         return "deleted", f"it cannot be repeated: {error}"
     if config.taste in clients:
         return "deleted", "it used the client's taste"
-    if config.endpoint is not None or (config.judge_name or "").startswith("endpoint:"):
+    if config.endpoint is not None or any(name.startswith("endpoint:") for name in config.judges.values()):
         return "deleted", "a server's answers are not reproducible: repeat it with prefed align"
     return "made again", ""
 

@@ -35,7 +35,7 @@ from prefed.engines.validation import read_upload
 from prefed.merge.mixing import matrix_graph
 from prefed.runs.data_notices import left_out_table, notices
 from prefed.runs.preflight import check_start, checked_job, existing_parent
-from prefed.runs.run import round_answers
+from prefed.runs.rounds import round_answers
 from prefed.runs.start_or_resume import fitted, with_threads
 from prefed.runs.summary import mean_models, trainable
 from prefed.train.pair_trainer import PairTrainerFactory

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from prefed.data.sources.huggingface import looks_like_hub_name
 from prefed.methods import METHODS
 from prefed.runs.align import align, read_settings
 from prefed.runs.build import build_data
+from prefed.runs.continued_run import copy_commits
 from prefed.runs.descendants import NOISED, Plan, elsewhere, in_the_run, in_the_sources, is_in_memory
 from prefed.runs.disclosure import disclosure
 from prefed.runs.finished_run import RunError, RunRecord, no_client, read_run
@@ -37,7 +38,7 @@ from prefed.runs.replacement import Replacement, replacing
 from prefed.runs.run import run as run_experiment
 from prefed.runs.start_or_resume import is_place, settings_digest
 from prefed.store import RunReader
-from prefed.store.commit import Commit, kept_commits, path_of, read_commit, read_state, write_commit
+from prefed.store.commit import Commit, kept_commits, read_commit
 
 SAME = "bit-identical to a run of the same experiment that never had them, on the same machine"
 
@@ -333,7 +334,11 @@ class _Forgetting:
         experiment = self._placed(place.new)
         files.write(partial / "config.toml", to_toml(experiment).encode())
         if after:
-            self._copy_rounds(partial, after, dataset.fingerprint, settings_digest(experiment.tables()))
+            numbers = sorted(each for each in kept_commits(self.run / "checkpoint") if each <= after)
+            commits = {number: read_commit(self.run / "checkpoint", number) for number in numbers}
+            kept = {number: commit for number, commit in commits.items() if commit is not None}
+            settings = settings_digest(experiment.tables())
+            copy_commits(self.run, partial, kept, dataset.fingerprint, settings)
         if self.experiment.privacy.draws == "system":
             place.copy_starts(partial)
 
@@ -390,36 +395,6 @@ class _Forgetting:
                 raise DataError(
                     f"{self.run}: the pairs of {client!r} changed since the run; restore the data"
                 )
-
-    def _copy_rounds(self, partial: Path, after: int, data: str, settings: str) -> None:
-        """Copy what the kept commits up to round ``after`` name."""
-        old, new = self.run / "checkpoint", partial / "checkpoint"
-        numbers = sorted(number for number in kept_commits(old) if number <= after)
-        for number in numbers:
-            commit = read_commit(old, number)
-            assert commit is not None
-            for name, version_, digest in _states(commit):
-                folder = "" if name == "server" else "clients"
-                state = read_state(path_of(old / folder, name, version_), digest)
-                files.write(path_of(new / folder, name, version_), state, mode=0o600)
-            past = {key: digest for key, digest in commit.digests.past.items() if int(key) in numbers}
-            changed = replace(
-                commit,
-                fingerprint={**commit.fingerprint, "data": data},
-                settings=settings,
-                digests=replace(commit.digests, past=past),
-            )
-            for kept in (number, None) if number == after else (number,):
-                write_commit(new, changed, kept)
-        with (self.run / "rounds.jsonl").open("rb") as lines:
-            files.write(partial / "rounds.jsonl", b"".join(next(lines) for _ in range(after)))
-
-
-def _states(commit: Commit) -> Iterator[tuple[str, int, str | None]]:
-    """Name, round and digest of each state that a commit names."""
-    yield "server", commit.round, commit.digests.server
-    for name, number in commit.private.items():
-        yield name, number, commit.digests.clients.get(name)
 
 
 def _pairs_of(dataset: FederatedDataset, client: str) -> str:

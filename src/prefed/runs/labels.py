@@ -199,6 +199,27 @@ class JudgeLabels:
         return asked, np.array([[2 * value - 1 for value in usable.values()]], np.float32)
 
 
+@dataclass(frozen=True)
+class ClientVotes:
+    """Labels the pairs of an alignment with the votes of clients.
+
+    Attributes:
+        judges: what each client judges with.
+    """
+
+    judges: Sequence[JudgeLabels]
+
+    def scores(
+        self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Return the votes ``[U, n]`` on all pairs as scores of :class:`JudgeLabels`, 0 without a verdict."""
+        votes = np.zeros((len(self.judges), len(pairs)), np.float32)
+        for own, judge in zip(votes, self.judges, strict=True):
+            asked, scores = judge.scores(pairs)
+            own[asked] = scores[0]
+        return np.arange(len(pairs)), votes
+
+
 def _pair(question: Question) -> Any:
     return question.prompt, frozenset((question.first, question.second))
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from prefed.config import Experiment
 from prefed.config.settings import EngineConfig
 from prefed.core import files
 from prefed.engines import Job, check_backend, check_devices
 from prefed.models.pretrained import check_device
-from prefed.runs.build import build_job
-from prefed.train.pair_trainer import PairTrainerFactory
-
-if TYPE_CHECKING:
-    from prefed.train.lockstep import Lockstep
+from prefed.runs.build import build_job, lockstep
 
 
 def check_start(experiment: Experiment) -> None:
@@ -70,19 +65,6 @@ def checked_job(experiment: Experiment, cache: Path) -> Job:
         check_report(experiment, job)
     lockstep(experiment, job)
     return job
-
-
-def lockstep(experiment: Experiment, job: Job) -> Lockstep | None:
-    """Return the trainer of ``[engine] stack`` clients at a time; ``None`` if that is 1.
-
-    Raises:
-        ModelError: clients cannot share passes over this model.
-    """
-    if experiment.engine.stack == 1:
-        return None
-    from prefed.train.lockstep import Lockstep
-
-    return Lockstep(cast("PairTrainerFactory", job.trainers).pair_trainer, experiment.engine.stack)
 
 
 def existing_parent(out: Path) -> Path:

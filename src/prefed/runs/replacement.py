@@ -26,6 +26,7 @@ from typing import Any
 
 from prefed.config import Experiment, to_toml
 from prefed.core import files
+from prefed.runs.continued_run import prepared_run
 from prefed.runs.descendants import FORGOTTEN, Plan, staging_of
 from prefed.runs.export import EXPORTS, read_exports
 from prefed.runs.finished_run import read_config, read_run
@@ -99,15 +100,8 @@ class Replacement:
     def preparing(self) -> Iterator[Path]:
         """Make the directory of the replay, all of it or none; without it, the request is withdrawn."""
         try:
-            partial = self.staging / f"run{files.TEMPORARY}"
-            shutil.rmtree(partial, ignore_errors=True)
-            for folder in (partial / "checkpoint" / "clients", partial / "cache"):
-                files.private_folder(folder)
-            yield partial
-            (partial / "checkpoint" / "LOCK").touch()
-            files.sync(partial)
-            partial.rename(self.new)
-            files.sync(self.staging)
+            with prepared_run(self.new) as partial:
+                yield partial
         except Exception:
             shutil.rmtree(self.staging)
             raise

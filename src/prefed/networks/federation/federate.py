@@ -33,7 +33,7 @@ from prefed.privacy.secure import LEAST
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
 from prefed.runs.finished_run import read_summary
-from prefed.runs.run import conclude, round_answers
+from prefed.runs.rounds import conclude, round_answers
 from prefed.runs.start_or_resume import commit_start, digests_of, open_run, reconcile
 from prefed.store import RunWriter
 

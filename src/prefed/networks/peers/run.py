@@ -26,7 +26,7 @@ from prefed.networks.peers.rounds import PeerRounds
 from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
 from prefed.runs.data_notices import announce, left_out_table
 from prefed.runs.finished_run import read_summary
-from prefed.runs.run import conclude, round_answers
+from prefed.runs.rounds import conclude, round_answers
 from prefed.runs.start_or_resume import (
     build_in_cache,
     commit_start,

@@ -1,0 +1,130 @@
+"""Stage ``refresh``: clients judge completions of the current policy, and selectors learn from them.
+
+Clients receive prompts and completions; verdicts stay with them, and only the method's uploads return.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from prefed.align.alignment import Alignment
+from prefed.align.labels import candidates, records_of, won
+from prefed.align.policy import AlignError
+from prefed.align.stages import Figures, Stage, append, dumps, rows_in, whole_batches
+from prefed.align.start import own_prompts
+from prefed.align.tastes import REFRESH, Generation
+from prefed.core import files
+from prefed.data import Record
+from prefed.data.record import parse_prompt, plain_prompt
+
+JUDGED, PAIRS, RESULT = "judged.jsonl", "pairs.jsonl", "refresh.json"
+"""A refresh's verdicts, the pairs of this refresh and earlier ones, and the digest of its selectors."""
+
+
+def _work(alignment: Alignment, generation: Generation) -> Figures:
+    clients, before = alignment.clients, _earlier(alignment, generation)
+    assert clients is not None
+    judged = _judged(alignment, generation)
+    accuracy = _accuracy(alignment, before, judged)
+    rows = [
+        pair_row(row["client"], _record(row))
+        for each in (*before, generation)
+        for row in rows_in(each.path(alignment, JUDGED))
+        if row["score"]
+    ]
+    path = generation.path(alignment, PAIRS)
+    if not rows:
+        raise AlignError(f"{path.parent}: no client prefers a completion to another; raise refresh.pairs")
+    files.write(path, dumps(rows), mode=0o600)
+    last = before[-1].path(alignment, REFRESH) if before else None
+    digest = clients.train(path, last, generation.path(alignment, REFRESH))
+    files.write(generation.path(alignment, RESULT), dumps([{"selectors": digest}]))
+    return {"judged": sum(row["score"] is not None for row in judged), "pairs": len(rows), **accuracy}
+
+
+def _earlier(alignment: Alignment, generation: Generation) -> list[Generation]:
+    """Return the earlier generations with a refresh."""
+    assert generation.number is not None
+    config = alignment.config
+    return [Generation(each) for each in range(1, generation.number) if config.refreshed(each) == each]
+
+
+def _judged(alignment: Alignment, generation: Generation) -> list[dict[str, Any]]:
+    """Let every client judge, and return a row for each pair that it was asked about.
+
+    ``score`` is 0 for a tie, and ``None`` if the judge gives no verdict.
+    """
+    config, clients, prompts = alignment.config.refresh, alignment.clients, own_prompts(alignment)
+    assert config is not None
+    assert clients is not None
+    pairs = list(candidates(alignment, generation, dict.fromkeys(("pairs", "identical", "blank"), 0)))
+    path, name = generation.path(alignment, JUDGED), generation.stage("refresh")
+    key = generation.key(alignment).at("refresh")
+    asked = min(config.pairs, len(pairs))
+    done = whole_batches(path, [asked] * len(clients.names))
+    alignment.callback.on_stage_begin(name, done, len(clients.names))
+    for number, client in enumerate(clients.names[done:], done + 1):
+        drawn = key.at("client", client).numpy().permutation(len(pairs))[:asked]
+        records = records_of([pairs[place] for place in drawn], prompts)
+        usable, scores = clients.scorer(client).scores(records)
+        found = dict(zip(usable.tolist(), scores[0].tolist(), strict=True))
+        rows = [_row(client, record, found.get(place)) for place, record in enumerate(records)]
+        append(path, rows, mode=0o600)
+        alignment.callback.on_stage_step(name, number, len(clients.names), {})
+    return list(rows_in(path))
+
+
+def _row(client: str, record: Record, score: float | None) -> dict[str, Any]:
+    best = record if score is None or score >= 0 else record.swapped()
+    return {
+        **pair_row(client, replace(best, extra={})),
+        "score": None if score is None else abs(score),
+        "extra": dict(record.extra),
+    }
+
+
+def _record(row: dict[str, Any]) -> Record:
+    return Record(parse_prompt(row["prompt"]), row["chosen"], row["rejected"], extra=row["extra"])
+
+
+def pair_row(client: str, record: Record) -> dict[str, Any]:
+    """Return a client's pair as a row of a file."""
+    prompt = plain_prompt(record.prompt)
+    return {
+        **record.extra,
+        "client": client,
+        "prompt": prompt,
+        "chosen": record.chosen,
+        "rejected": record.rejected,
+    }
+
+
+def _accuracy(alignment: Alignment, before: list[Generation], judged: list[dict[str, Any]]) -> dict[str, Any]:
+    """Measure how often the selectors, before this refresh, order judged pairs as the clients do."""
+    pairs = [_record(row) for row in judged if row["score"]]
+    scorer = alignment.scorer(before[-1].path(alignment, REFRESH) if before else None)
+    right = won(alignment, scorer, pairs)
+    return {"accuracy": float(np.mean(right)) if len(right) else None}
+
+
+def _settings(alignment: Alignment) -> dict[str, Any]:
+    config = alignment.config
+    assert config.refresh is not None
+    return {"labels": config.labels, "client_judge": config.client_judge, **config.refresh.model_dump()}
+
+
+def stage(generation: Generation, before: str) -> Stage:
+    """Return the stage of a generation.
+
+    Args:
+        before: the source of the run's selectors, or the stage of the last refresh.
+    """
+    outputs = tuple(generation.file(name) for name in (JUDGED, RESULT))
+    parts = tuple(generation.file(name) for name in (PAIRS, REFRESH))
+    inputs = ("prompts", generation.stage("completions"), "judges", before)
+    work = partial(_work, generation=generation)
+    return Stage(generation.stage("refresh"), inputs, _settings, outputs, work, parts)

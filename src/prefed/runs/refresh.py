@@ -1,0 +1,106 @@
+"""Clients of a finished run that judge completions, and further rounds of its method on what they judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from prefed.align import Selectors
+from prefed.align.refresh import pair_row
+from prefed.align.stages import dumps
+from prefed.config import AlignConfig, Experiment, JudgeConfig, to_toml
+from prefed.core import files
+from prefed.runs.build import build_data, build_job
+from prefed.runs.continued_run import copy_commits, prepared_run
+from prefed.runs.finished_run import read_run
+from prefed.runs.labels import JudgeLabels, make_judge, selectors_of
+from prefed.runs.loaded_run import LoadedRun, recorded_experiment
+from prefed.runs.rounds import finish_rounds
+from prefed.runs.start_or_resume import open_run, settings_digest
+from prefed.store import RunReader
+
+HELD_OUT = "held-out.jsonl"
+"""Pairs of clients that a refresh is evaluated on, next to the judged ones."""
+_KEPT = {"encoding", "template", "today", "max_length", "too_long"}
+"""Settings of a run's data that also apply to judged pairs."""
+
+
+@dataclass
+class RunClients:
+    """The clients of a run on this machine.
+
+    Attributes:
+        run: loaded with its data.
+    """
+
+    run: LoadedRun
+    config: AlignConfig
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The clients that train."""
+        return self.run.job.members
+
+    def scorer(self, client: str) -> JudgeLabels:
+        """Return the judge of a client, with the client's taste."""
+        assert self.config.client_judge is not None
+        options = (self.config.judge or JudgeConfig()).model_copy(update={"taste": client})
+        return JudgeLabels(make_judge(self.config.client_judge, options, self.run))
+
+    def train(self, pairs: Path, before: Path | None, folder: Path) -> str:
+        """Continue the run, or an earlier refresh, on judged pairs; see :class:`prefed.align.Clients`.
+
+        ``folder`` is then a run directory, with the states and rounds of the continued run.
+
+        Raises:
+            RoundError: no client answered.
+        """
+        record = read_run(before or self.run.record.path)
+        commit = replace(RunReader(record.path).commit, best=None)
+        experiment = self._experiment(recorded_experiment(record), commit.round, pairs)
+        if not folder.exists():
+            files.write(pairs.with_name(HELD_OUT), dumps(self._held_out()), mode=0o600)
+            with prepared_run(folder) as partial:
+                data = build_data(experiment, partial / "cache" / "data").fingerprint
+                files.write(partial / "config.toml", to_toml(experiment).encode())
+                settings = settings_digest(experiment.tables())
+                copy_commits(record.path, partial, {commit.round: commit}, data, settings)
+                starts = record.path / "checkpoint" / "starts.json"
+                if starts.exists():
+                    files.write(partial / "checkpoint" / "starts.json", starts.read_bytes(), mode=0o600)
+        with open_run(experiment, folder, [], resume=True) as (writer, callback):
+            finish_rounds(experiment, writer, callback, build_job)
+        return RunReader(folder).commit.digests.server or ""
+
+    def _held_out(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the clients' pairs that the run evaluates on."""
+        job, dataset = self.run.job, self.run.trainers.dataset
+        for client in self.names:
+            for row in getattr(dataset.clients[client], job.evaluate.split):
+                yield pair_row(client, dataset.tokens.record(row))
+
+    def _experiment(self, old: Experiment, done: int, pairs: Path) -> Experiment:
+        tables = old.tables()
+        for table in ("align", "track", "report", "stop", "checkpoint", "evaluate"):
+            tables.pop(table, None)
+        assert self.config.refresh is not None
+        kept = {name: value for name, value in tables["data"].items() if name in _KEPT}
+        by_client = {"by": "column", "column": "client"}
+        tables |= {
+            "rounds": done + self.config.refresh.rounds,
+            "data": {
+                **kept,
+                "train": str(pairs.resolve()),
+                "test": str(pairs.with_name(HELD_OUT).resolve()),
+                "partition": by_client,
+            },
+            "evaluate": {"every": 0, "text": 0},
+        }
+        return Experiment.from_tables(tables, "the refresh")
+
+    def selectors(self, folder: Path) -> Selectors:
+        """Return the selectors of a refresh."""
+        return selectors_of(replace(self.run, reader=RunReader(folder)), self.config.taste)
