@@ -41,6 +41,7 @@ from prefed.train import generation
 from prefed.train.generation import Completion
 from prefed.train.metrics import WrittenAnswer, majority
 from prefed.ui.cli import app
+from small_models import away
 from toy import Warned
 
 
@@ -258,6 +259,8 @@ def test_a_table_with_overrides(place):
     known = "majority, mean, minimum, adaptive, a selector's number from 0, judge:NAME, or clients"
     with pytest.raises(ConfigError, match=f"labels must be {known}"):
         align_settings({"prompts": "x", "labels": "most"}, [], place)
+    with pytest.raises(ConfigError, match="counts wins among all completions: set pairs = 'all'"):
+        align_settings({"prompts": "x", "objective": "grpo"}, [], place)
     with pytest.raises(ConfigError, match="objective 'sft' cannot train on labelled pairs; choose from: "):
         align_settings({"prompts": "x", "objective": "sft"}, [], place)
     with pytest.raises(ConfigError, match="feddpo trains none: use one of fedbis"):
@@ -675,7 +678,29 @@ def test_a_win_is_an_answer_that_the_labeller_prefers(alignment, monkeypatch):
         answers, "_write", lambda k: [WrittenAnswer("", text, [5, 6], True, 1.0) for text in written[int(k)]]
     )
     monkeypatch.setattr(type(answers), "_start", answers._write(0))
+    monkeypatch.setattr(answers, "_kl", lambda *_: None)
     assert answers.measure(1, alignment.folder / "answers.jsonl")["win_rate"] == 0.5
+
+
+def test_kl_is_the_log_ratio_of_answers(alignment, selectors):
+    """By plain forward passes over each answer and its end, per token; the initial policy's is 0."""
+    align(alignment)
+    answers, policy = HeldOutAnswers(alignment, selectors, range(4), 6), alignment.policy
+    moved = away(policy.layout, policy.initial, scale=0.3)
+    path = alignment.folder / "answers.jsonl"
+    assert answers.measure(policy.initial, path)["kl"] == pytest.approx(0, abs=1e-6)
+    expected = []
+    for (_, ids), answer in zip(answers._asked, answers._write(moved), strict=True):
+        end = [policy.tokenizer.eos_token_id] if answer.ended else []
+        whole, sums = torch.tensor([[*ids, *answer.tokens, *end]]), []
+        for tensors in (moved, policy.reference):
+            policy.load(tensors)
+            with torch.inference_mode():
+                logits = policy.causal(whole).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+            sums.append(logits.gather(1, whole[0, len(ids) :, None]).sum().item())
+        expected.append((sums[0] - sums[1]) / (len(answer.tokens) + len(end)))
+    assert answers.measure(moved, path)["kl"] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert np.mean(expected) > 0.01
 
 
 def text(**own):

@@ -17,7 +17,7 @@ from prefed.align.start import own_prompts
 from prefed.align.tastes import at_prompts
 from prefed.core import Tensors, files
 from prefed.data import Record
-from prefed.train.generation import Sampling, write_answers
+from prefed.train.generation import Completion, Sampling, surprises, write_answers
 from prefed.train.metrics import WrittenAnswer, text_health
 
 ANSWERED = 32
@@ -81,9 +81,10 @@ class HeldOutAnswers:
         return self._write(self._alignment.policy.reference)
 
     def measure(self, tensors: Tensors, path: Path) -> dict[str, Any]:
-        """Return ``win_rate`` of a policy's answers over the initial policy's, and their health as ``text``.
+        """Return ``win_rate`` of a policy's answers over the initial policy's, their health, and ``kl``.
 
         ``text`` is a :class:`~prefed.core.records.TextRecord` with the initial policy as the base model.
+        ``kl`` is how much more probable the answers are than under the initial policy, in nats per token.
 
         Args:
             tensors: full layout.
@@ -96,12 +97,27 @@ class HeldOutAnswers:
         ]
         files.write(path, dumps(rows))
         text = {"base": text_health(self._start), "shared": text_health(answers)}
-        return {"win_rate": win_rate(self._alignment, self._scorer, rows, self._tastes), "text": text}
+        rate = win_rate(self._alignment, self._scorer, rows, self._tastes)
+        return {"win_rate": rate, "text": text, "kl": self._kl(tensors, answers)}
+
+    def _kl(self, tensors: Tensors, answers: Sequence[WrittenAnswer]) -> float | None:
+        """Return the mean log-ratio of a policy's answers; ``None`` for one that takes tastes."""
+        if self._tastes is not None:
+            return None
+        policy = self._alignment.policy
+        end = policy.tokenizer.eos_token_id
+        completions = [Completion([*own.tokens], end if own.ended else None) for own in answers]
+        ids = [ids for _, ids in self._asked]
+        before, after = (surprises(policy, ids, completions, each) for each in (None, tensors))
+        return float(np.mean(before) - np.mean(after))
+
+    @cached_property
+    def _asked(self) -> list[tuple[str, list[int]]]:
+        """The text of the last turn and the token ids of each prompt."""
+        prompts = [own_prompts(self._alignment)[number].prompt for number in self._numbers]
+        turns = [prompt if isinstance(prompt, str) else prompt[-1].content for prompt in prompts]
+        return list(zip(turns, map(self._alignment.template.prompt_ids, prompts), strict=True))
 
     def _write(self, tensors: Tensors) -> list[WrittenAnswer]:
-        alignment, prompts = self._alignment, own_prompts(self._alignment)
-        template, asked = alignment.template, [prompts[number].prompt for number in self._numbers]
-        turns = [prompt if isinstance(prompt, str) else prompt[-1].content for prompt in asked]
-        texts = list(zip(turns, map(template.prompt_ids, asked), strict=True))
         tastes = at_prompts(self._tastes, self._numbers)
-        return write_answers(alignment.policy, tensors, texts, self._how, ANSWERED, tastes)
+        return write_answers(self._alignment.policy, tensors, self._asked, self._how, ANSWERED, tastes)

@@ -217,7 +217,7 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         "lr": lr,
     }
     if not single:
-        last = {name: history[-1][name] for name in ("loss", "agreement", "win_rate")}
+        last = {name: history[-1].get(name) for name in ("loss", "agreement", "win_rate", "kl")}
         return {**counts, **last}
     best = kept_epoch(history, alignment.callback)
     policy.copy_adapter(alignment.folder / checkpoint(generation, best), alignment.folder / ADAPTER)

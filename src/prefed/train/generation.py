@@ -293,14 +293,18 @@ def _until_end(row: list[int], ends: set[int]) -> Completion:
 
 
 def surprises(
-    backbone: Backbone, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+    backbone: Backbone,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    tensors: Tensors | None = None,
 ) -> list[float]:
     """Return −log p of each completion under the base model, in nats per token, including its end.
 
     Args:
         prompts: token ids.
+        tensors: full layout of another model, without tastes; ``None`` for the base model.
     """
-    backbone.load(backbone.reference)
+    backbone.load(backbone.reference if tensors is None else tensors)
     forward, found = PaddedForward(backbone), list[float]()
     empty = np.empty(0, np.int32)
     scored = [

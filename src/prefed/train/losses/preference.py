@@ -68,6 +68,19 @@ def dpop(batch: PairBatch, *, beta: float, penalty: float) -> LossOutput:
     return loss, {**implicit_reward_metrics(batch, beta), "drop": drop.detach().mean()}
 
 
+def grpo(batch: PairBatch, *, beta: float) -> LossOutput:
+    """−Δ_ir + β (r_w² + r_l²) / 2: the policy gradient of wins, with a KL penalty (GRPO, arXiv:2402.03300).
+
+    r_w and r_l are the log-ratios of the responses. Over all pairs of k completions, the loss is k − 1 times
+    Σ_i (−A_i r_i + β r_i² / 2), where A_i is the share of the others that completion i beats, less the share
+    that beats it. For completions of the current policy, its gradient is that of GRPO's loss for whole
+    completions, without the division by the deviation of rewards, and E[r ∇r] is that of KL(π_θ ‖ π_ref). The
+    penalty bounds a step on older completions instead of clipped ratios.
+    """
+    penalty = batch.chosen_ratio.square() + batch.rejected_ratio.square()
+    return beta * penalty / 2 - batch.delta, implicit_reward_metrics(batch, beta)
+
+
 def cdpo(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput:
     """−(1−ε) log σ(β Δ_ir) − ε log σ(−β Δ_ir): conservative DPO (Mitchell 2023, eq. 3).
 
