@@ -3,6 +3,7 @@ repository."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import law_examples
+
 # A program: importing it gives the process another device, see there.
 collect_ignore = ["fake_gpu.py"]
 
@@ -23,16 +26,19 @@ SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 # A run of the suite is a function of the code: the same examples every time, and no clock decides.
 settings.register_profile(
     "ci",
-    max_examples=25,
+    max_examples=10,
     derandomize=True,
     deadline=None,
     database=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("all", settings.get_profile("ci"), max_examples=25)
 # HYPOTHESIS_PROFILE=search looks further, with new examples each time.
 settings.register_profile("search", max_examples=400, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Imported modules and collected tests stay, so garbage is only searched for in what tests leave.
+gc.disable()
 
 # One thread, unless OMP_NUM_THREADS says otherwise, as scripts/processors.sh does.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -53,6 +59,15 @@ def pytest_configure(config: pytest.Config) -> None:
         "rare: what changes rarely and takes long; run with --all",
     ):
         config.addinivalue_line("markers", line)
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "all" if config.getoption("--all") else "ci")
+    settings.load_profile(profile)
+    if profile == "ci":
+        law_examples.SHARE = 0.4
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

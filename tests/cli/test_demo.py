@@ -13,11 +13,11 @@ from prefed.ui.cli import app, demo
 from preferences import CHATML, tokenizer
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data, model, experiment and a finished run with its page; every path it prints is there, also one that
     a shell would split and rich would style; a second call keeps the experiment file as the user changed it
-    and runs into a new folder. With one core there is one worker process, whose start takes longer than its
-    work here."""
+    and runs into a new folder."""
     words = ["demo", "--out", "my [b] demo"]
     for name, value in {"CLIENTS": 2, "TRAIN": 8, "TEST": 4, "TEXTS": 60, "STEPS": 3}.items():
         monkeypatch.setattr(demo, name, value)

@@ -3,10 +3,11 @@
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import toy
+from law_examples import examples
 from prefed.core import Owner, State, Tensors
 from prefed.engines import Job
 from prefed.engines.cohorts import ScheduledRound, Visit
@@ -111,7 +112,7 @@ def test_a_late_run_agrees_with_the_plain_one(tmp_path, fleet, late):
     assert sum(record["staleness"] for record in records(tmp_path / "run")) > 0
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(
     st.sampled_from([{"max_delay": 3}, BUFFERED, {**BUFFERED, "speeds": "equal", "spread": None}]),
     st.sampled_from(["model", "delta"]),

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import toy
+from law_examples import examples
 from prefed.core import Key, Owner, Tensors
 from prefed.core.wire import decode_upload, encode
 from prefed.engines import Job, NeighbourRounds, ServerRounds
@@ -127,7 +128,7 @@ def test_a_run_agrees_with_the_plain_one(tmp_path, graph, order):
     assert np.allclose(got, errors, rtol=1e-9, atol=1e-15)
 
 
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(
     st.sampled_from(["adamw", "sgd"]),
     st.sampled_from(["fedit", "ffa", "fedsa"]),
@@ -150,7 +151,7 @@ def test_the_complete_graph_is_feddpo_with_uniform_weights(tmp_path_factory, opt
     assert left["consensus_after"] == 0
 
 
-@settings(max_examples=3, deadline=None)
+@examples(3)
 @given(
     st.sampled_from(SCHEDULES),
     st.sampled_from(["train_mix", "mix_train"]),

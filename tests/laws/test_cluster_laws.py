@@ -5,9 +5,10 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from law_examples import examples
 from prefed.merge import clustering
 from prefed.merge.clustering import MOST, cost, cut, exact, greedy, place
 
@@ -34,7 +35,7 @@ def balanced(losses):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(losses=tables(most_clients=14, most=5))
 def test_every_client_has_one_cluster_and_sizes_differ_by_at_most_one(rule, losses):
     assigned, count = RULES[rule](losses), len(next(iter(losses.values())))
@@ -44,14 +45,14 @@ def test_every_client_has_one_cluster_and_sizes_differ_by_at_most_one(rule, loss
     assert max(sizes.values()) - min(sizes[cluster] for cluster in range(count)) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(tables(most_clients=7, least=2, most=2))
 def test_with_two_clusters_the_greedy_rule_is_brute_force(losses):
     best = min(cost(losses, assigned) for assigned in balanced(losses))
     assert cost(losses, greedy(losses)) == pytest.approx(best, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(tables(most_clients=6, least=1, most=4))
 def test_the_exact_assignment_is_brute_force(losses):
     """Over every pattern of sizes, fewer clients than clusters included."""
@@ -59,7 +60,7 @@ def test_the_exact_assignment_is_brute_force(losses):
     assert cost(losses, exact(losses)) == pytest.approx(best, abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(tables(most_clients=14, least=3, most=5))
 def test_the_greedy_rule_is_never_below_the_exact_one(losses):
     assert cost(losses, greedy(losses)) >= cost(losses, exact(losses)) - 1e-9
@@ -74,7 +75,7 @@ def test_with_three_clusters_the_greedy_rule_can_lose():
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(losses=tables(most_clients=10), data=st.data())
 def test_the_order_of_clients_changes_nothing(rule, losses, data):
     """The known mistake: members cut off at the cap in the order of a shuffle."""
@@ -93,7 +94,7 @@ def test_ties_go_to_the_first_id_and_the_lowest_cluster():
     assert greedy(losses) == {"a": 0, "b": 0, "c": 0, "d": 1, "e": 1}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(tables(most_clients=8, least=2), st.one_of(st.floats(MOST), st.just(math.nan)), st.data())
 def test_an_inflated_loss_buys_no_more_than_the_highest_one(losses, lie, data):
     """Whatever a client claims, the assignment is that of the highest loss that counts."""
@@ -115,7 +116,7 @@ def test_an_honest_regret_of_ten_stands_against_any_claim():
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(3, 20), st.integers(2, 5), st.data())
 def test_liars_get_the_cluster_they_want_until_it_is_full(rule, size, count, data):
     """Honest losses are within 0.1 of ln 2. As many liars as the smallest cluster has places claim 0
@@ -129,7 +130,7 @@ def test_liars_get_the_cluster_they_want_until_it_is_full(rule, size, count, dat
     assert all(assigned[liar] == wanted for liar in liars)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(tables(most_clients=8), st.sets(st.text("xyz", min_size=1, max_size=2), max_size=5))
 def test_clients_without_losses_go_where_fewest_are(losses, others):
     count = len(next(iter(losses.values())))

@@ -7,10 +7,11 @@ from functools import partial
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import toy
+from law_examples import examples
 from prefed.core.wire import decode_state, encode
 from prefed.engines import BACKENDS, ServerRounds, Task
 from prefed.store import RunReader, RunWriter
@@ -51,8 +52,8 @@ def test_any_order_of_tasks(name, tmp_path_factory):
     if name != "in_process":
         law(Random(0), 6, True, FAULTS[2])
         return
-    examples = st.randoms(use_true_random=False), st.integers(1, 6), st.booleans(), st.sampled_from(FAULTS)
-    settings(max_examples=10)(given(*examples)(law))()
+    values = st.randoms(use_true_random=False), st.integers(1, 6), st.booleans(), st.sampled_from(FAULTS)
+    examples(10)(given(*values)(law))()
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -89,7 +90,7 @@ def test_stopping_and_resuming_anywhere(name, tmp_path_factory):
         law([3])
         return
     stops = st.lists(st.integers(1, 5), unique=True, max_size=5).map(sorted)
-    settings(max_examples=8)(given(stops)(law))()
+    examples(8)(given(stops)(law))()
 
 
 @pytest.mark.parametrize("name", BACKENDS)

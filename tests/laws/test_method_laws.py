@@ -5,11 +5,12 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import Field
 from tests.laws.test_messages import REFUSED
 
+from law_examples import examples
 from prefed.core import Method, Round
 from prefed.engines.config import DIAGNOSE
 from prefed.merge import MergeConfig, ServerOptimizer
@@ -79,20 +80,20 @@ def same(one: Run, other: Run) -> bool:
     return one.server.tensors["model"].equal(other.server.tensors["model"])
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(problems)
 def test_fedprox_without_a_pull_is_feddpo(problem):
     assert same(on("fedprox", problem, mu=0.0).run(), on("feddpo", problem).run())
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(problems)
 def test_one_client_is_centralised(problem):
     problem["size"] = 1
     assert same(on("feddpo", problem).run(), on("centralized", problem).run())
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(problems)
 def test_one_client_alone_is_feddpo(problem):
     """Its personal tensors are what one client's federation shares."""
@@ -101,21 +102,21 @@ def test_one_client_alone_is_feddpo(problem):
     assert alone.equal(on("feddpo", problem).run().server.tensors["model"])
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems)
 def test_supervised_and_preference_training_differ_in_the_loss_alone(problem):
     """A quadratic is blind to the objective's name, so here they agree to the bit."""
     assert same(on("fedsft", problem).run(), on("feddpo", problem).run())
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems, st.sampled_from(["feddpo", "fedprox", "fedsft", "scaffold"]))
 def test_server_momentum_of_zero_at_rate_one_is_the_mean(problem, name):
     still = MergeConfig(optimizer=ServerOptimizer(name="fedavgm", momentum=0.0, lr=1.0))
     assert same(on(name, problem, still).run(), on(name, problem).run())
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems)
 def test_scaffold_of_one_client_is_plain_sgd(problem):
     """c and c_1 are equal, so the correction is zero: FedDPO with SGD, up to rounding."""
@@ -125,7 +126,7 @@ def test_scaffold_of_one_client_is_plain_sgd(problem):
     assert (scaffold - plain).norm() <= 1e-12 * (1 + plain.norm())
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(problems, st.sampled_from(["samples", "uniform"]))
 def test_scaffolds_server_variate_is_the_mean_of_the_clients(problem, weights):
     """c = Σ p_i c_i after every round, whoever took part; p_i = n_i / Σ n or 1/N."""
@@ -139,7 +140,7 @@ def test_scaffolds_server_variate_is_the_mean_of_the_clients(problem, weights):
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "decdpo"])
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(rule=st.sampled_from(RULES), problem=problems)
 def test_stopped_and_resumed_is_uninterrupted(name, rule, problem):
     """All states go through bytes between the rounds, and all messages are equal after a trip."""
@@ -148,7 +149,7 @@ def test_stopped_and_resumed_is_uninterrupted(name, rule, problem):
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("centralized", "decdpo")])
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(problem=problems, data=st.data())
 def test_the_order_of_replies_changes_no_bit(name, problem, data):
     """In any exchange of two rounds."""

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from law_examples import examples
 from prefed.core import Key
 from prefed.data import partition
 from prefed.data.config import ByColumn, BySource, Conflict, Dirichlet, Iid, Margin
@@ -61,7 +62,7 @@ def cases(draw):
     return draw(st.sampled_from(options)), rows, draw(keys)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(cases())
 def test_each_training_row_has_one_client_and_each_client_a_row(case):
     rule, rows, key = case
@@ -75,7 +76,7 @@ def test_each_training_row_has_one_client_and_each_client_a_row(case):
     assert (assignment.client < len(assignment.ids)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases())
 def test_the_key_alone_decides(case):
     """Equal keys give equal assignments, and the test rows do not influence that of the training rows."""
@@ -89,7 +90,7 @@ def test_the_key_alone_decides(case):
     assert (alone.client[rows.rows_of(0)] == assignment.client[rows.rows_of(0)]).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(columns(), st.integers(2, 5), st.floats(0.01, 10), keys)
 def test_two_dirichlet_clients_never_have_the_same_prompt(rows, count, alpha, key):
     """This holds for the rows of all three roles together."""
@@ -131,7 +132,7 @@ def test_margins_fall_from_shard_to_shard(margins, count):
         assert margins[client == k].min() >= margins[client == k + 1].max()
 
 
-@settings(deadline=None)
+@examples(25)
 @given(st.integers(1, 6), st.integers(1, 30), st.floats(1e-4, 50), keys)
 def test_shares_are_distributions(categories, count, alpha, key):
     share = partition.dirichlet_shares(categories, count, alpha, key)

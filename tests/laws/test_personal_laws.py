@@ -1,9 +1,10 @@
 """Laws of the personalised methods, on random small federations."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from law_examples import examples
 from prefed.core import Method, Tensors
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS
@@ -60,7 +61,7 @@ NOTHING_PERSONAL = {
 
 
 @pytest.mark.parametrize("name", NOTHING_PERSONAL)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problem=problems)
 def test_with_nothing_personal_it_is_feddpo(name, problem):
     """To the bit, with every LoRA rule: the same batches, the same steps, the same merge."""
@@ -79,7 +80,7 @@ def test_with_nothing_personal_it_is_feddpo(name, problem):
     ("name", "own"),
     [("ditto", {}), ("fedala", {"weight_steps": 0, "first_weight_steps": 0})],
 )
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problem=problems)
 def test_the_shared_model_is_feddpos_to_the_bit(name, own, problem):
     """Ditto's own models do not touch it; FedALA's weights stay at 1, the model as it was received.
@@ -89,7 +90,7 @@ def test_the_shared_model_is_feddpos_to_the_bit(name, own, problem):
     assert one.server.tensors["model"].equal(other.server.tensors["model"])
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(problem=problems)
 def test_ditto_without_a_pull_is_training_alone(problem):
     """With whole batches, so that the two phases' shuffles do not matter."""
@@ -101,7 +102,7 @@ def test_ditto_without_a_pull_is_training_alone(problem):
         assert (ours[client] - theirs).norm() <= 1e-9 * (1 + theirs.norm())
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(problem=problems)
 def test_pfedme_that_goes_all_the_way_is_fedprox(problem):
     """R = 1, ηλ = 1: w_i is where K steps under the pull end, as in FedProx with μ = λ and K local steps."""
@@ -112,7 +113,7 @@ def test_pfedme_that_goes_all_the_way_is_fedprox(problem):
     assert (one - other).norm() <= 1e-9 * (1 + other.norm())
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(problem=problems)
 def test_fedamp_with_even_attention_is_the_uniform_mean(problem):
     """At an endless temperature every a_ij is 1/N, so that everybody receives FedDPO's uniform mean."""
@@ -123,7 +124,7 @@ def test_fedamp_with_even_attention_is_the_uniform_mean(problem):
     assert (one - other).norm() <= 1e-6 * (1 + other.norm())
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(problem=problems)
 def test_fedamp_among_strangers_is_training_alone(problem):
     """With σ far below all squared distances c_ij = 0, and without λ nothing else couples the clients."""
@@ -140,7 +141,7 @@ def test_fedamp_among_strangers_is_training_alone(problem):
 @pytest.mark.parametrize(
     "name", ["fedper", "fedrep", "fedpdpo", "fedsdg", "fedbn", "ditto", "pfedme", "fedala"]
 )
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(problem=problems)
 def test_a_client_that_stays_away_keeps_its_first_state(name, problem):
     """And it predicts with what was published and its own parts as they started."""
@@ -159,7 +160,7 @@ def test_a_client_that_stays_away_keeps_its_first_state(name, problem):
         assert model.equal(published)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(problem=problems)
 def test_fedpdpo_without_bottleneck_and_reward_head_is_fedrep(problem):
     """What is left is a shared LoRA and a personal head, fitted in turn on DPO's loss: equal to the bit."""

@@ -3,9 +3,10 @@
 import dataclasses
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from law_examples import examples
 from prefed.core import Key, Method, Round, Upload
 from prefed.core.wire import encode
 from prefed.merge import Aggregator, MergeConfig
@@ -45,7 +46,7 @@ def cohorts(problem: dict) -> int:
     return problem["more"].draw(st.integers(1, problem["size"]))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(problems, st.integers(0, 4))
 def test_one_selector_with_the_normalised_mean_is_fedbis(problem, warm):
     """To the bit, whatever the warm-up and the groupings."""
@@ -56,7 +57,7 @@ def test_one_selector_with_the_normalised_mean_is_fedbis(problem, warm):
     assert one.server.tensors["selector-0"].equal(bis.server.tensors["model"])
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems, st.integers(0, 3))
 def test_one_selector_with_equation_6_and_everybody_is_fedbis(problem, warm):
     """The shares are 1 in sum, so the selector keeps nothing."""
@@ -68,7 +69,7 @@ def test_one_selector_with_equation_6_and_everybody_is_fedbis(problem, warm):
     assert difference.norm() <= 1e-6 * (1 + bis.server.tensors["model"].norm())
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems, st.integers(1, 4), st.sampled_from(("greedy", "exact")))
 def test_the_order_of_clients_and_of_replies_changes_no_bit(problem, count, balance):
     """The known mistake: members decided by the order of a shuffle. Both exchanges of a round are also merged
@@ -92,7 +93,7 @@ def test_the_order_of_clients_and_of_replies_changes_no_bit(problem, count, bala
     assert encode(server) == encode(again.server)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems, st.integers(1, 4))
 def test_clusters_hold_everybody_once_and_sizes_differ_by_at_most_one(problem, count):
     method = make("fedbiscuit", problem, selectors=count, warmup_rounds=1, regroup_every=2)
@@ -106,7 +107,7 @@ def test_clusters_hold_everybody_once_and_sizes_differ_by_at_most_one(problem, c
     assert all(members[client] == u for u, one in enumerate(lists) for client in one)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(problems, st.integers(2, 4), st.sampled_from(("eq6", "normalised")))
 def test_a_selector_that_nobody_trained_keeps_its_tensors(problem, count, mean):
     """With a cohort of one, all selectors but its client's; in warm-up all but the one that warms up."""
@@ -122,7 +123,7 @@ def test_a_selector_that_nobody_trained_keeps_its_tensors(problem, count, mean):
         before = after.server
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(problems, st.integers(1, 3))
 def test_losses_are_all_that_a_grouping_asks_for(problem, count):
     """U numbers and no tensor, for everybody; a client trains on the selector of its cluster and no other."""

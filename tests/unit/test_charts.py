@@ -10,10 +10,11 @@ import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from finished import write_run
+from law_examples import examples
 from prefed.runs.finished_run import read_run
 from prefed.ui.pages import clients, plot_file, round_curves
 from prefed.ui.pages.chart_data import (
@@ -212,7 +213,7 @@ def test_a_name_is_no_formula_for_a_spreadsheet(tmp_path):
     assert {row["y"] for row in rows(clients.ends(run))} == {"'=1+1", "'@x", "$a$"}
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9))
 def test_any_curve_can_be_read_back(values):
     table = rows(chart_of(line([(float(x), y) for x, y in enumerate(values)])))

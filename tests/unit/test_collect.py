@@ -5,10 +5,11 @@ import shutil
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collecting import RECORDS, session
+from law_examples import examples
 from prefed.core import Key
 from prefed.data import DataConfig, Message, Record
 from prefed.data.errors import ErrorCollector
@@ -40,7 +41,7 @@ def train_source(path):
     return records
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     st.lists(
         st.tuples(st.sampled_from(("left", "right", "neither", "undo")), st.booleans(), st.sampled_from("ab"))

@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from law_examples import examples
 from prefed.config import Experiment, to_toml
 from prefed.core import Key
 from prefed.data import (
@@ -194,7 +195,7 @@ text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size
 )
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.lists(st.tuples(text, text, text), min_size=1, max_size=4), st.sampled_from([24, 40, 60, 400]))
 def test_swapping_the_responses_turns_the_orientation_alone(tmp_path_factory, triples, max_length):
     """Whatever is chosen, the tokens are the same; so are those of a pair that is shortened."""

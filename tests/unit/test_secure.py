@@ -8,8 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.stats
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from law_examples import examples
 
 pytest.importorskip("cryptography")
 
@@ -134,7 +136,7 @@ def uploads(federation, numbers, sessions=None):
     ]
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.data())
 def test_the_sum_is_exact_in_any_order(data):
     """Of whole numbers whose sum is within 32 bits, also negative ones and those at the ends of the range."""
