@@ -40,7 +40,7 @@ from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.core import Owner
 from prefed.data.encoding import Template
-from prefed.data.responses import ResponseEncoder
+from prefed.data.response_encoder import ResponseEncoder
 from prefed.methods import METHODS
 from prefed.models import ModelError, load_client
 from prefed.runs.export import Export, write_tensors

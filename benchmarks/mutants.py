@@ -80,10 +80,10 @@ MUTANTS = tuple(
             "unit/test_trainer_factory.py",
         ),
         (
-            "train/rewards.py",
+            "train/reward_model.py",
             "logits[:, 1] - logits[:, 0]",
             "logits[:, 0] - logits[:, 1]",
-            "unit/test_rewards.py",
+            "unit/test_reward_model.py",
         ),
         (
             "train/loss_trainer.py",

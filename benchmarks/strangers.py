@@ -59,9 +59,9 @@ PATCH = """
 import sys
 if "client.worker_process" in " ".join(sys.orig_argv):
     from nvflare.collab import collab
-    from prefed.networks.federation.flare import apps
+    from prefed.networks.federation.flare import relays
 
-    class Patched(apps.SiteRelay):
+    class Patched(relays.SiteRelay):
         @collab.publish
         def exchange(self, request: bytes) -> bytes:
             if b"steal" not in request:
@@ -69,7 +69,7 @@ if "client.worker_process" in " ".join(sys.orig_argv):
             (north,) = [proxy for proxy in collab.clients if proxy.name == "north"]
             return north(timeout=60).exchange(request=request.removeprefix(b"steal"))
 
-    apps.SiteRelay = Patched
+    relays.SiteRelay = Patched
 """
 """What the owner of south puts in front of its installed software: it asks north, as if it were the hub."""
 

@@ -31,7 +31,7 @@ from prefed.data.errors import ErrorCollector
 from prefed.data.sources import ReadCounts, read_records
 from prefed.models import ModelError, load_pretrained
 from prefed.models.pretrained import find_device, silence_transformers
-from prefed.train.rewards import RewardModel
+from prefed.train.reward_model import RewardModel
 
 CHUNKS = 10
 """Lines of progress."""

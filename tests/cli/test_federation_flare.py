@@ -37,9 +37,8 @@ from waiting import WATCHDOG, until
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
-from prefed.networks.federation.flare import apps
+from prefed.networks.federation.flare import relays
 from prefed.networks.federation.flare import transport as over_flare
-from prefed.networks.federation.flare.apps import hand
 from prefed.networks.federation.flare.kits import (
     HEARTBEAT,
     Kits,
@@ -58,6 +57,7 @@ from prefed.networks.federation.flare.process import (
     longest,
     write_job,
 )
+from prefed.networks.federation.flare.relays import hand
 from prefed.networks.federation.flare.transport import FlareTransport
 
 SITES = ("north", "south")
@@ -238,7 +238,7 @@ def test_the_job_is_that_of_flares_own_recipe(tmp_path):
     """The components that FLARE's recipe writes for the same two objects, without the code that it adds."""
     from nvflare.collab import CollabRecipe
 
-    from prefed.networks.federation.flare.apps import HubRelay, SiteRelay
+    from prefed.networks.federation.flare.relays import HubRelay, SiteRelay
 
     threads = {"max_call_threads_for_server": 16, "max_call_threads_for_client": 8}
     recipe = CollabRecipe("prefed", HubRelay("s"), SiteRelay(), **threads)
@@ -325,10 +325,10 @@ def test_a_transport_that_stops_opens_nothing_again(unopened):
 def test_a_process_of_a_job_ends_with_its_site_from_its_start(tmp_path, monkeypatch):
     """FLARE makes the relay before it sends the job to the site's client, which it would try for ever."""
     ended = Event()
-    monkeypatch.setattr(apps, "end", ended.set)
+    monkeypatch.setattr(relays, "end", ended.set)
     monkeypatch.setenv(SITE_DOOR, str(tmp_path / "door"))
     with Listener(str(tmp_path / "door"), family="AF_UNIX") as site:
-        apps.SiteRelay()
+        relays.SiteRelay()
         with site.accept():
             assert not ended.is_set()
     assert ended.wait(WATCHDOG)
@@ -376,11 +376,11 @@ def test_a_long_answer_comes_in_parts_and_a_longer_one_not_at_all(transport, kit
     session, before, size = transport._session, memory_of_hub(kits), 160 << 20
     with pytest.raises(LongAnswerError, match=f"{size:,} bytes, at most 10,000 are allowed"):
         transport.call("north", f"long {size}".encode(), 120, 10_000)
-    assert memory_of_hub(kits) - before < 5 * (apps.PART >> 20)
-    for length in (size, apps.PART, apps.PART + 1):
+    assert memory_of_hub(kits) - before < 5 * (relays.PART >> 20)
+    for length in (size, relays.PART, relays.PART + 1):
         answer = transport.call("north", f"long {length}".encode(), 120, length)
         assert answer == reply("north", f"long {length}".encode())
-    assert memory_of_hub(kits) - before > 5 * (apps.PART >> 20)
+    assert memory_of_hub(kits) - before > 5 * (relays.PART >> 20)
     assert transport._session == session
 
 
@@ -395,10 +395,10 @@ def test_a_site_takes_requests_of_the_hub_alone(monkeypatch, caller, arrives):
     """The others of a session could call it too. What its own log is to have is sent in their place."""
     asked = []
     monkeypatch.setenv(SITE_DOOR, "/door")
-    monkeypatch.setattr(apps, "when_gone", lambda door, end: None)
-    monkeypatch.setattr(apps, "ask", lambda door, request: asked.append(request) or b"answer")
-    monkeypatch.setattr(apps, "collab", type("Collab", (), {"caller": caller}))
-    header, answer = unpack(apps.SiteRelay().exchange(b"visit"))
+    monkeypatch.setattr(relays, "when_gone", lambda door, end: None)
+    monkeypatch.setattr(relays, "ask", lambda door, request: asked.append(request) or b"answer")
+    monkeypatch.setattr(relays, "collab", type("Collab", (), {"caller": caller}))
+    header, answer = unpack(relays.SiteRelay().exchange(b"visit"))
     assert (header["length"], answer) == (6, b"answer")
     header = unpack(asked[0])[0] if arrives is None else {}
     assert asked == [arrives] if arrives else header["kind"] == "foreign" and "south" in header["asked"]

@@ -31,7 +31,7 @@ import torch
 from prefed.align.judge import Verdict
 from prefed.data.sources.formats import FORMATS, Format
 from prefed.merge.config import MergeRule
-from prefed.merge.flat import weighted_mean
+from prefed.merge.means_distances import weighted_mean
 from prefed.train.losses import PairLoss
 from prefed.train.metrics import Metric
 

@@ -318,7 +318,7 @@ OBJECTIVE = PairLoss("powers", "nowhere", {"beta": 0.2, "power": 1.0}, function=
 """
 RULE = """
 from prefed.merge.config import MergeRule
-from prefed.merge.flat import weighted_mean
+from prefed.merge.means_distances import weighted_mean
 
 def rule(values, weights, share):
     return weighted_mean(values, weights) * share

@@ -21,8 +21,8 @@ from prefed.merge import (
     distance_attention,
     similarity_attention,
 )
-from prefed.merge.flat import weighted_mean
 from prefed.merge.lora import residuals, stacked
+from prefed.merge.means_distances import weighted_mean
 from prefed.merge.rules import coordinate_median, trimmed_mean
 
 RANK, INNER, OUTER = 2, 4, 3

@@ -21,8 +21,8 @@ from prefed.merge import (
     lora,
 )
 from prefed.merge.config import MERGE_RULES, MergeRule
-from prefed.merge.flat import weighted_mean
 from prefed.merge.groups import merge_groups
+from prefed.merge.means_distances import weighted_mean
 
 A = Entry("lora/0/q/A", (1, 1), "lora", 0, "A")
 B = Entry("lora/0/q/B", (1, 1), "lora", 0, "B")

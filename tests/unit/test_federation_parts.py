@@ -8,8 +8,8 @@ from prefed.networks.federation.unix_socket import pack, unpack
 
 pytest.importorskip("nvflare", reason="needs prefed[nvflare]")
 
-from prefed.networks.federation.flare import apps
-from prefed.networks.federation.flare.apps import SITE_DOOR, hand
+from prefed.networks.federation.flare import relays
+from prefed.networks.federation.flare.relays import SITE_DOOR, hand
 
 
 @pytest.mark.parametrize(
@@ -36,16 +36,16 @@ def test_parts_that_do_not_fit_are_no_answer(first, parts):
 
 def test_a_site_gives_the_rest_to_the_hub_alone(monkeypatch):
     """By the name of an answer that the hub received, once; of five answers the oldest is not kept."""
-    monkeypatch.setattr(apps, "when_gone", lambda door, end: None)
+    monkeypatch.setattr(relays, "when_gone", lambda door, end: None)
     monkeypatch.setenv(SITE_DOOR, "/door")
-    monkeypatch.setattr(apps, "PART", 4)
-    monkeypatch.setattr(apps, "ask", lambda door, request: request * 3)
-    monkeypatch.setattr(apps, "collab", SimpleNamespace(caller="server"))
-    relay = apps.SiteRelay()
+    monkeypatch.setattr(relays, "PART", 4)
+    monkeypatch.setattr(relays, "ask", lambda door, request: request * 3)
+    monkeypatch.setattr(relays, "collab", SimpleNamespace(caller="server"))
+    relay = relays.SiteRelay()
     names = [
         unpack(relay.exchange(request))[0]["name"] for request in (b"one", b"two", b"six", b"ten", b"ace")
     ]
     assert relay.rest(names[0], 4) == b""
     assert [relay.rest(names[1], start) for start in (4, 8, 8)] == [b"wotw", b"o", b""]
-    monkeypatch.setattr(apps, "collab", SimpleNamespace(caller="south"))
+    monkeypatch.setattr(relays, "collab", SimpleNamespace(caller="south"))
     assert relay.rest(names[2], 4) == b""

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from prefed.core import Entry, Key, Layout, Owner, Tensors
-from prefed.merge.flat import weighted_mean
 from prefed.merge.lora import (
     Module,
     flexlora,
@@ -18,6 +17,7 @@ from prefed.merge.lora import (
     restarted,
     trainable,
 )
+from prefed.merge.means_distances import weighted_mean
 
 A = Entry("lora/0/attn.q/A", (2, 5), "lora", 0, "A")
 B = Entry("lora/0/attn.q/B", (4, 2), "lora", 0, "B")

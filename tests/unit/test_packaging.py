@@ -133,7 +133,7 @@ def test_files_import_what_is_required_or_of_an_extra() -> None:
                 first |= {(package, path.relative_to(source).as_posix())} if at_import else set()
     assert unknown == {"psutil"}  # comes with nvflare
     assert first == {
-        ("nvflare", "networks/federation/flare/apps.py"),
+        ("nvflare", "networks/federation/flare/relays.py"),
         ("starlette", "ui/collect/server.py"),
         ("uvicorn", "ui/collect/server.py"),
     }

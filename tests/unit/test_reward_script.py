@@ -19,7 +19,7 @@ from prefed.config.align import JudgeOptions
 from prefed.core import Key
 from prefed.data.record import parse_prompt
 from prefed.models.tiny import make_tiny
-from prefed.train.rewards import RewardModel
+from prefed.train.reward_model import RewardModel
 
 pytestmark = pytest.mark.rare
 

@@ -11,7 +11,7 @@ import pytest
 from experiment_scripts import EXPERIMENTS, script
 from finished import CLIENTS, config, write_run
 from prefed.merge.mixing import ConsensusFactors
-from prefed.runs import seed_groups
+from prefed.runs.finished_run import find_runs
 from prefed.runs.finished_run import RunError, read_run
 from prefed.ui.pages.page import render
 
@@ -46,7 +46,7 @@ def make(folder, name, seed=42, *, gap=0.5, norm=2.0, clients=CLIENTS, size=None
 
 def study(folder, name, target=None):
     """The studies of that kind."""
-    found = studies.studies(seed_groups.find_runs([folder]), target)
+    found = studies.studies(find_runs([folder]), target)
     return [each for each in found if each.name.partition("-")[0] == name]
 
 
@@ -153,12 +153,12 @@ def test_what_is_no_finished_run(tmp_path):
     path = make(tmp_path, "run")
     half = make(tmp_path, "half")
     (half / "summary.json").unlink()
-    assert [run.path for run in seed_groups.find_runs([tmp_path, path])] == [path]
+    assert [run.path for run in find_runs([tmp_path, path])] == [path]
     with pytest.raises(RunError, match="is not finished"):
-        seed_groups.find_runs([half])
+        find_runs([half])
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="no finished run in "):
-        seed_groups.find_runs([tmp_path / "empty"])
+        find_runs([tmp_path / "empty"])
 
 
 def test_the_script_writes_plots_and_prints_their_numbers(tmp_path):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from prefed.data.encoding import Encoder, PolicyEncoder, Template, dialogue, instruction
     from prefed.data.errors import DataError, DataMismatchError
     from prefed.data.record import Message, Prompt, Record
-    from prefed.data.responses import ResponseEncoder
+    from prefed.data.response_encoder import ResponseEncoder
     from prefed.data.sources import FORMATS
     from prefed.data.tokens import Pair, TokenSet, TokenWriter
 

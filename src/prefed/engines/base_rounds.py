@@ -275,7 +275,7 @@ class Course(ABC):
         evaluation: dict[str, Any] = {name: metrics[name] for name in metrics if name not in MEAN_METRICS}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
         if SHIFT_ERROR in metrics:
-            evaluation[SHIFT_ERROR] = error_of_mean(metrics[SHIFT_ERROR])
+            evaluation[SHIFT_ERROR] = error_of_mean(metrics[SHIFT_ERROR]["per_client"])
         if unseen:
             steps = {name: unseen[name] for name in job.newcomer_figures}
             evaluation["unseen_accuracy"] = steps

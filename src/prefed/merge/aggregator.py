@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prefed.core import Entry, Key, Layout, Owner, Ownership, Plain, Round, State, Tensors, Upload
 from prefed.merge import lora, optimizers, rules
 from prefed.merge.config import MergeConfig
-from prefed.merge.flat import normalize, weighted_mean
+from prefed.merge.means_distances import normalize, weighted_mean
 from prefed.merge.uploads import BadUpload, align, check_update_sizes, shorten, sort_uploads
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from prefed.core import Tensors
 from prefed.core.lazy import torch
-from prefed.merge.flat import gram_matrix, squared_distances
+from prefed.merge.means_distances import gram_matrix, squared_distances
 
 if TYPE_CHECKING:
     from torch import Tensor

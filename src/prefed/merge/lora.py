@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from prefed.core import Entry, Key, Layout, Owner, Ownership, Tensors
 from prefed.core.lazy import torch
 from prefed.merge.config import LoraRule
-from prefed.merge.flat import weighted_mean
+from prefed.merge.means_distances import weighted_mean
 
 if TYPE_CHECKING:
     from torch import Tensor

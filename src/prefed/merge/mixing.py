@@ -287,7 +287,7 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
 
     A row is computed as θ_0 + Σ_j W_ij (θ_j − θ_0), in the order of the nodes. Thus, equal models, and the
     model of a node without neighbours, do not change by a bit. On the complete graph, the result is that of
-    :func:`prefed.merge.flat.weighted_mean`.
+    :func:`prefed.merge.means_distances.weighted_mean`.
 
     Args:
         matrix: W, with rows that sum to 1.

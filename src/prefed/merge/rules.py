@@ -16,7 +16,7 @@ from prefed.core import Plain, Round, Tensors, Upload
 from prefed.core.lazy import np, torch
 from prefed.core.text import listed
 from prefed.merge.config import MERGE_RULES, MergeConfig
-from prefed.merge.flat import chunks, squared_distances, weighted_mean
+from prefed.merge.means_distances import chunks, squared_distances, weighted_mean
 from prefed.merge.uploads import TooFewUploads
 
 if TYPE_CHECKING:

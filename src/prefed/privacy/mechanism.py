@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from prefed.core import Download, Exchange, Key, Layout, Privacy, Tensors, Upload
 from prefed.core.lazy import np, torch
-from prefed.merge.flat import weighted_mean
+from prefed.merge.means_distances import weighted_mean
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -32,7 +32,7 @@ from prefed.train.pair_trainer import PairTrainerFactory
 
 if TYPE_CHECKING:
     from prefed.data.examples import ExampleEncoder
-    from prefed.data.responses import ResponseEncoder
+    from prefed.data.response_encoder import ResponseEncoder
     from prefed.data.show import ShownClient
     from prefed.engines.diagnostics import Diagnostics
     from prefed.train.lockstep import Lockstep
@@ -179,7 +179,7 @@ def response_encoder(experiment: Experiment, backbone: Backbone) -> ResponseEnco
     """Return the encoder of responses for a model that reads hidden states; ``None`` for other models."""
     if not backbone.needs & {"latent", "mixture"}:
         return None
-    from prefed.data.responses import ResponseEncoder
+    from prefed.data.response_encoder import ResponseEncoder
 
     return ResponseEncoder(*_format(experiment, backbone))
 

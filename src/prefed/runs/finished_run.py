@@ -406,6 +406,24 @@ def read_run(path: str | Path) -> RunRecord:
     return RunRecord(path, settings, rounds, summary, checkpoint.commit.fingerprint if checkpoint else {})
 
 
+def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """Return the finished runs in ``paths`` and in folders below them, e.g. those of ``prefed sweep``.
+
+    Raises:
+        RunError: a path is a run that is not finished, or there is no finished run.
+    """
+    found: dict[Path, RunRecord] = {}
+    for path in paths:
+        inside = [path] if (path / "config.toml").exists() or not path.is_dir() else []
+        if not inside:
+            configs = sorted(path.rglob("config.toml"))
+            inside = [file.parent for file in configs if (file.parent / "summary.json").exists()]
+        found |= {each.resolve(): read_run(each) for each in inside if each.resolve() not in found}
+    if not found:
+        raise RunError(f"no finished run in {', '.join(map(str, paths))}")
+    return list(found.values())
+
+
 def _unknown_metric(name: str, names: Iterable[str]) -> KeyError:
     return KeyError(f"the run has no metric {name!r}; available: {', '.join(names)}")
 

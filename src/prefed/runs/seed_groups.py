@@ -9,34 +9,15 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from prefed.core.strict_settings import flatten
-from prefed.runs.finished_run import RunError, RunRecord, read_run
+from prefed.runs.finished_run import RunRecord
 from prefed.train.metrics import seed_interval
 
 _UNLIKE = ("seed", "engine.")
 """Settings that may differ within a case."""
-
-
-def find_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Return the finished runs in ``paths`` and in folders below them, e.g. those of ``prefed sweep``.
-
-    Raises:
-        RunError: a path is a run that is not finished, or there is no finished run.
-    """
-    found: dict[Path, RunRecord] = {}
-    for path in paths:
-        inside = [path] if (path / "config.toml").exists() or not path.is_dir() else []
-        if not inside:
-            configs = sorted(path.rglob("config.toml"))
-            inside = [file.parent for file in configs if (file.parent / "summary.json").exists()]
-        found |= {each.resolve(): read_run(each) for each in inside if each.resolve() not in found}
-    if not found:
-        raise RunError(f"no finished run in {', '.join(map(str, paths))}")
-    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from prefed.train.trainers import PairTrainer, Visit
 
 if TYPE_CHECKING:
     from prefed.data.examples import ExampleEncoder
-    from prefed.data.responses import ResponseEncoder
+    from prefed.data.response_encoder import ResponseEncoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class PairTrainerFactory:
         check_lengths(backbone, dataset.tokens, np.concatenate(rows))
         rewards = None
         if reward_model is not None:
-            from prefed.train.rewards import Rewards
+            from prefed.train.reward_model import Rewards
 
             rewards = Rewards(reward_model, dataset.tokens, cache, backbone.device)
         self._model = model_digest(backbone)

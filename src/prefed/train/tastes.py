@@ -24,7 +24,7 @@ import torch
 
 from prefed.core import Key, Objective, Phase, PhaseResult, Tensors
 from prefed.data import Pair, Template
-from prefed.data.responses import ResponseEncoder
+from prefed.data.response_encoder import ResponseEncoder
 from prefed.models.config import PROTOTYPES
 from prefed.models.tastes import CAP, VariationalSelector, Z
 from prefed.train.feedback import CHOICES

@@ -27,8 +27,8 @@ from prefed.train.pair_model import PairModel, ReferenceLogprobs
 
 if TYPE_CHECKING:
     from prefed.data.examples import ExampleEncoder
-    from prefed.data.responses import ResponseEncoder
-    from prefed.train.rewards import Rewards
+    from prefed.data.response_encoder import ResponseEncoder
+    from prefed.train.reward_model import Rewards
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from prefed.data.synthetic import ATTRIBUTES, Taste, attributes, utility
 from prefed.models import ModelConfig, load_pretrained, make_backbone
 from prefed.models.pretrained import find_device, placement
 from prefed.train.generation import Sampling, complete
-from prefed.train.rewards import RewardModel, model_fingerprint
+from prefed.train.reward_model import RewardModel, model_fingerprint
 
 KEY, KIND = "--judge local", "causal language model"
 
@@ -81,7 +81,7 @@ BLOCK = 64
 
 
 class RewardJudge:
-    """Prefers the response with the higher score of a :class:`~prefed.train.rewards.RewardModel`.
+    """Prefers the response with the higher score of a :class:`~prefed.train.reward_model.RewardModel`.
 
     Args:
         folder: a sequence classification model: a folder or a hub name.

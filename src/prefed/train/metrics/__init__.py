@@ -10,23 +10,24 @@ if TYPE_CHECKING:
     from prefed.train.feedback.pairs import PairScores
     from prefed.train.feedback.thumbs import ThumbScores
     from prefed.train.metrics.clients import (
+        Spread,
+        federated_metric,
+        federated_metrics,
+        not_finite_counts,
+        spread,
+    )
+    from prefed.train.metrics.intervals import error_of_mean, mean_interval, seed_interval
+    from prefed.train.metrics.run_warnings import (
         COLLAPSE_REMEDY,
         GAINS_FROM,
         SHARED_FROM,
-        Spread,
         collapse_warning,
         divergence_warning,
-        error_of_mean,
         falls,
-        federated_metric,
-        federated_metrics,
         flat_loss_warning,
-        not_finite_counts,
         shift_warning,
         small_clients_note,
-        spread,
     )
-    from prefed.train.metrics.intervals import mean_interval, seed_interval
     from prefed.train.metrics.table import (
         ACCURACY_METRICS,
         COMPARED_METRICS,

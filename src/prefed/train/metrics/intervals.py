@@ -1,4 +1,4 @@
-"""Confidence intervals of shares and means, and agreement of two raters."""
+"""Standard errors and confidence intervals of shares and means, and agreement of two raters."""
 
 from __future__ import annotations
 
@@ -89,6 +89,15 @@ def mean_interval(shares: Mapping[str, float], pairs: Mapping[str, int]) -> tupl
         above += (high - share) ** 2
     mean = math.fsum(shares.values()) / len(shares)
     return mean - math.sqrt(below) / len(shares), mean + math.sqrt(above) / len(shares)
+
+
+def error_of_mean(errors: Mapping[str, float]) -> float:
+    """Return the standard error of a mean over clients, from each client's standard error.
+
+    >>> error_of_mean({"a": 3.0, "b": 4.0})
+    2.5
+    """
+    return math.sqrt(math.fsum(error**2 for error in errors.values())) / len(errors)
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare finished runs: tables, differing settings, and a plot or a page."""
-    from prefed.runs.finished_run import read_run
-    from prefed.runs.seed_groups import find_runs
+    from prefed.runs.finished_run import find_runs, read_run
     from prefed.ui.pages import plot_file
 
     default = out is None and html is None and not as_json

@@ -111,11 +111,11 @@ class FlareProcess:
             self._process.kill()
 
 
-CONTROLLER = "prefed.networks.federation.flare.apps.SessionController"
+CONTROLLER = "prefed.networks.federation.flare.relays.SessionController"
 EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
-HUB_RELAY = "prefed.networks.federation.flare.apps.HubRelay"
-SITE_RELAY = "prefed.networks.federation.flare.apps.SiteRelay"
-REGISTRATION = "prefed.networks.federation.flare.apps.Registration"
+HUB_RELAY = "prefed.networks.federation.flare.relays.HubRelay"
+SITE_RELAY = "prefed.networks.federation.flare.relays.SiteRelay"
+REGISTRATION = "prefed.networks.federation.flare.relays.Registration"
 """A component of each site's kit."""
 ALLOWED = (CONTROLLER, EXECUTOR, HUB_RELAY, SITE_RELAY)
 """The classes that a job may name."""

@@ -21,7 +21,6 @@ from threading import Condition, Lock
 from typing import Any
 
 from prefed.core import files
-from prefed.networks.federation.flare.apps import PART
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, address, settle
 from prefed.networks.federation.flare.process import (
     ACCOUNT,
@@ -32,6 +31,7 @@ from prefed.networks.federation.flare.process import (
     longest,
     write_job,
 )
+from prefed.networks.federation.flare.relays import PART
 from prefed.networks.federation.transport import (
     FederationError,
     LongAnswerError,

@@ -29,8 +29,8 @@ from prefed.data import Record, Template
 from prefed.data.encoding import token_ids
 from prefed.data.record import Message
 from prefed.models import ModelError
-from prefed.train import rewards
-from prefed.train.rewards import RewardModel, Rewards
+from prefed.train import reward_model
+from prefed.train.reward_model import RewardModel, Rewards
 from tokenizer_zoo import MADE
 
 WORDS = [
@@ -125,8 +125,8 @@ def test_a_prompt_and_a_response_are_a_pair(tmp_path: Path) -> None:
 
 def test_scores_are_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of two with padding against one response at a time through the plain model."""
-    monkeypatch.setattr(rewards, "BATCH", 2)
-    monkeypatch.setattr(rewards, "BLOCK", 2)
+    monkeypatch.setattr(reward_model, "BATCH", 2)
+    monkeypatch.setattr(reward_model, "BLOCK", 2)
     path = bert(tmp_path / "m")
     plain = BertForSequenceClassification.from_pretrained(path).eval()
     expected = [
@@ -242,7 +242,7 @@ def test_scores_are_kept_and_asked_for_once(tmp_path: Path, monkeypatch: pytest.
 def test_a_kill_loses_no_more_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one record. A process is killed in the third block; a second process computes only the third,
     and has the bits of a process that was not killed."""
-    monkeypatch.setattr(rewards, "BLOCK", 1)
+    monkeypatch.setattr(reward_model, "BLOCK", 1)
     path, scored = str(bert(tmp_path / "m")), []
     whole = Rewards(path, RECORDS).get(ALL)
     score = Rewards._score
