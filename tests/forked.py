@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -31,6 +32,8 @@ class Forked(subprocess.Popen):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             os.close(writer)
             os.dup2(reader, 0)
+            for last, end in pairwise((2, *sorted(handles), os.sysconf("SC_OPEN_MAX"))):
+                os.closerange(last + 1, end)
             sys.stdin = os.fdopen(0)
             os.environ.update(environment)
             processes.serve(*handles)

@@ -29,7 +29,7 @@ from prefed.engines.tasks import pair_figures
 from prefed.merge.posteriors import active_units
 from prefed.runs.loaded_run import LoadedRun
 from prefed.runs.tastes import read_tastes
-from prefed.train.metrics import GAINS_FROM
+from prefed.train.metrics.run_warnings import GAINS_FROM
 from prefed.train.metrics.tastes import kl_per_dimension, transfer
 
 CONTEXTS = (2, 4, 8, 16)

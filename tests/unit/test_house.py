@@ -267,11 +267,11 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_210, "the objective grpo"),
     "src/prefed/ui/": (7_460, "prefed forget over sites"),
-    "tests/": (2_455, "places whose clients have words of their own"),
+    "tests/": (2_470, "examples that make test samples; forked workers close what they inherit"),
     "tests/cli/": (4_940, "forgetting over FLARE"),
     "tests/engines/": (10_790, "a loop, killed at any write"),
     "tests/golden/": (5_000, "GRPO, by hand, by TRL and by the KL divergence"),
-    "tests/laws/": (1_880, "rounds that count all clients are declared"),
+    "tests/laws/": (1_885, "examples that make test samples"),
     "tests/unit/": (22_610, "a LoRA without effect is left out of generation"),
     # Words.
     "docs, README.md": (65_000, "docs/loop.md"),

@@ -15,10 +15,9 @@ from prefed.train.metrics import (
     ThumbScores,
     federated_metric,
     federated_metrics,
-    flat_loss_warning,
     not_finite_counts,
-    small_clients_note,
 )
+from prefed.train.metrics.run_warnings import flat_loss_warning, small_clients_note
 
 ALL = (
     "preference_accuracy", "reward_accuracy", "baseline_accuracy", "normalized_accuracy", "margin",

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from finished import write_run
 from prefed.runs.finished_run import RunError, read_run
-from prefed.train.metrics import COLLAPSE_REMEDY, federated_metric
+from prefed.train.metrics import federated_metric
+from prefed.train.metrics.run_warnings import COLLAPSE_REMEDY
 from prefed.ui.pages import tastes
 from prefed.ui.pages.page import render, write_page
 from prefed.ui.pages.terminal import print_result

@@ -11,8 +11,7 @@ import pytest
 from experiment_scripts import EXPERIMENTS, script
 from finished import CLIENTS, config, write_run
 from prefed.merge.mixing import ConsensusFactors
-from prefed.runs.finished_run import find_runs
-from prefed.runs.finished_run import RunError, read_run
+from prefed.runs.finished_run import RunError, find_runs, read_run
 from prefed.ui.pages.page import render
 
 sys.path.append(str(EXPERIMENTS / "distributed_dpo"))

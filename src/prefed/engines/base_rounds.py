@@ -26,14 +26,12 @@ from prefed.train.metrics import (
     SHIFT_METRICS,
     FederatedMetric,
     broken_text,
-    collapse_warning,
-    divergence_warning,
     error_of_mean,
     federated_metrics,
     not_finite_counts,
-    shift_warning,
     text_warning,
 )
+from prefed.train.metrics.run_warnings import collapse_warning, divergence_warning, shift_warning
 
 NO_ANSWER = "no answer"
 

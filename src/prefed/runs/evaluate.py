@@ -13,13 +13,8 @@ from prefed.engines.tasks import Score, evaluate_client, evaluate_newcomer, pair
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
 from prefed.runs.tastes import OWN, is_one_taste, split_taste
-from prefed.train.metrics import (
-    FederatedMetric,
-    divergence_warning,
-    federated_metrics,
-    not_finite_counts,
-    small_clients_note,
-)
+from prefed.train.metrics import FederatedMetric, federated_metrics, not_finite_counts
+from prefed.train.metrics.run_warnings import divergence_warning, small_clients_note
 from prefed.train.pair_cache import Rows
 from prefed.train.pair_model import check_lengths
 

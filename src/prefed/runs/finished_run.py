@@ -31,7 +31,8 @@ from prefed.runs.metrics import (
 )
 from prefed.store import RunReader, StoreError
 from prefed.store.directory import refuse_links
-from prefed.train.metrics import ACCURACY_METRICS, FederatedMetric, Spread, small_clients_note, spread
+from prefed.train.metrics import ACCURACY_METRICS, FederatedMetric, Spread, spread
+from prefed.train.metrics.run_warnings import small_clients_note
 
 
 class _Schema(BaseModel):

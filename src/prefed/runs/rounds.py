@@ -38,7 +38,7 @@ from prefed.runs.summary import (
     summarize,
 )
 from prefed.store import RunReader, RunWriter
-from prefed.train.metrics import flat_loss_warning
+from prefed.train.metrics.run_warnings import flat_loss_warning
 from prefed.train.pair_trainer import PairTrainerFactory
 
 if TYPE_CHECKING:

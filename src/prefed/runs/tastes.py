@@ -40,7 +40,7 @@ from prefed.models.config import DECODER, POSTERIOR
 from prefed.models.tastes import trainable_share
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
-from prefed.train.metrics import GAINS_FROM, SHARED_FROM
+from prefed.train.metrics.run_warnings import GAINS_FROM, SHARED_FROM
 from prefed.train.metrics.tastes import Array, kl_per_dimension, latent_map, resultant, transfer
 from prefed.train.pair_trainer import PairTrainerFactory
 

@@ -17,17 +17,7 @@ if TYPE_CHECKING:
         spread,
     )
     from prefed.train.metrics.intervals import error_of_mean, mean_interval, seed_interval
-    from prefed.train.metrics.run_warnings import (
-        COLLAPSE_REMEDY,
-        GAINS_FROM,
-        SHARED_FROM,
-        collapse_warning,
-        divergence_warning,
-        falls,
-        flat_loss_warning,
-        shift_warning,
-        small_clients_note,
-    )
+    from prefed.train.metrics.run_warnings import falls
     from prefed.train.metrics.table import (
         ACCURACY_METRICS,
         COMPARED_METRICS,
@@ -56,13 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCURACY_METRICS",
-    "COLLAPSE_REMEDY",
     "COMPARED_METRICS",
-    "GAINS_FROM",
     "LEADING_METRICS",
     "MEAN_METRICS",
     "REWARD_SHARES",
-    "SHARED_FROM",
     "SHIFT_ERROR",
     "SHIFT_METRICS",
     "TABLE",
@@ -76,14 +63,11 @@ __all__ = [
     "ThumbScores",
     "WrittenAnswer",
     "broken_text",
-    "collapse_warning",
-    "divergence_warning",
     "error_of_mean",
     "falls",
     "federated_metric",
     "federated_metrics",
     "find_metrics",
-    "flat_loss_warning",
     "health_line",
     "health_sentence",
     "jury_metrics",
@@ -94,8 +78,6 @@ __all__ = [
     "not_finite_counts",
     "seed_interval",
     "selector_metrics",
-    "shift_warning",
-    "small_clients_note",
     "spread",
     "text_health",
     "text_warning",

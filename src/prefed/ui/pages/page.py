@@ -19,7 +19,8 @@ from prefed.core import files
 from prefed.core.text import duration, pluralize, size
 from prefed.runs.finished_run import Outcome, RunRecord, alignment_of, judged_of, read_run, read_summary
 from prefed.runs.track import logged_settings
-from prefed.train.metrics import TEXT_REMEDY, broken_text, flat_loss_warning
+from prefed.train.metrics import TEXT_REMEDY, broken_text
+from prefed.train.metrics.run_warnings import flat_loss_warning
 from prefed.ui.pages import clients, origin, outcomes, round_curves, selector_agreement, tastes, text_health
 from prefed.ui.pages.html import render_template
 from prefed.ui.pages.metric_text import Interval, interval_of, interval_of_mean, meanings, pairs_of, share

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from prefed.train.metrics import COLLAPSE_REMEDY, GAINS_FROM
+from prefed.train.metrics.run_warnings import COLLAPSE_REMEDY, GAINS_FROM
 from prefed.ui.pages.chart_data import (
     BARS,
     Axis,

@@ -22,15 +22,8 @@ from prefed.runs.metrics import (
     profiles_of,
     selector_figures,
 )
-from prefed.train.metrics import (
-    MEAN_METRICS,
-    REWARD_SHARES,
-    SHIFT_ERROR,
-    TABLE,
-    broken_text,
-    small_clients_note,
-    words_of,
-)
+from prefed.train.metrics import MEAN_METRICS, REWARD_SHARES, SHIFT_ERROR, TABLE, broken_text, words_of
+from prefed.train.metrics.run_warnings import small_clients_note
 from prefed.ui.pages.tables import (
     LISTED,
     Row,
