@@ -12,10 +12,11 @@ from benchmarks.same_numbers import digests
 from commands import prefed_
 from crashes import Crash
 from finished import WORDY, found, rows_of, small_experiment, wordy_place
-from prefed import ConfigError, Experiment, run
+from prefed import Callback, ConfigError, Experiment, run
 from prefed.core import files
 from prefed.data import DataError, FederatedDataset
 from prefed.runs import forget as forgetting
+from prefed.runs.copies import record_copy
 from prefed.runs.finished_run import RunError
 from prefed.runs.forget import forget, plan
 from prefed.runs.loaded_run import load_run
@@ -242,7 +243,8 @@ def test_pairs_of_a_client(place, tmp_path):
 
 
 def test_what_both_models_disclose(place, tmp_path):
-    """The certificate's AUC are those of all pairs of scores, one by one, under the models that are left."""
+    """The certificate's AUC are those of all pairs of scores, one by one, under the models that are left. It
+    names an export that was made during the replay."""
     draw = np.random.default_rng(2)
     texts = ["".join(draw.choice(list("abcdef "), 12)) for _ in range(60)]
     rows = [
@@ -254,7 +256,13 @@ def test_what_both_models_disclose(place, tmp_path):
     paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
     run(experiment(place, {}, **paths), tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "old")
-    (certificate,) = forget(tmp_path / "run", ["ann"])
+
+    class Exports(Callback):
+        def on_round_end(self, record):
+            record_copy(tmp_path / "run", "export", tmp_path / "late")
+
+    (certificate,) = forget(tmp_path / "run", ["ann"], callbacks=[Exports()])
+    assert str(tmp_path / "late") in certificate.read_text()
     old, models = load_run(tmp_path / "old", data=True), {}
     for name in ("old", "run"):
         models[name] = load_run(tmp_path / name).published_model
@@ -334,6 +342,16 @@ def test_the_plan_and_the_command(runs, place, tmp_path):
     prefed_("export", old, "--client", "bob")
     prefed_("export", old, "--out", out)
     prefed_("report", old)
+    prefed_("report", old, "--out", tmp_path / "page.html")
+    # A run of the exported model, which was exported in turn, and one whose settings name something similar.
+    for run_, model, copy in (
+        ("child", out, "far"),
+        ("other", f"{out}2", "no"),
+        ("grandchild", "child", "no"),
+    ):
+        (tmp_path / run_).mkdir()
+        (tmp_path / run_ / "config.toml").write_text(f'name = "{tmp_path / model}"\n')
+        record_copy(tmp_path / run_, "export", tmp_path / copy)
     printed = [" ".join(line.split()) for line in prefed_("forget", old, "--client", "ann").splitlines()]
     for start in (
         f"{old}: forget 'ann' (4 training pairs, 0 validation, 2 test)",
@@ -344,9 +362,14 @@ def test_the_plan_and_the_command(runs, place, tmp_path):
         "deleted report.html",
         f"not reached {out}",
         f"not reached {place / 'train.jsonl'}",
+        f"not reached {tmp_path / 'page.html'} page of",
+        f"not reached {tmp_path / 'child'} its settings name old: start it again",
+        f"not reached {tmp_path / 'far'} export of",
+        f"not reached {tmp_path / 'grandchild'} its settings name child: start it again",
         "nothing was changed",
     ):
         assert any(line.startswith(start) for line in printed), start
+    assert not any(str(tmp_path / "other") in line for line in printed)
     done = prefed_("forget", old, "--client", "ann", "--yes").splitlines()[-1]
     assert done == f"certificate: {old}/forgotten/ann.json"
     assert not (old / "adapters/client-bob").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from prefed.config import Experiment
 from prefed.core import files
 from prefed.runs.align import FOLDER as ALIGN
 from prefed.runs.align import read_settings
-from prefed.runs.export import EXPORTS, read_exports
+from prefed.runs.copies import EXPORTS, read_copies
 from prefed.runs.finished_run import RunError, RunRecord
 from prefed.runs.memory import FOLDER as MEMORY
 from prefed.runs.reference import SHARED
@@ -150,22 +151,33 @@ def in_the_sources(run: Path, experiment: Experiment) -> Iterator[Descendant]:
 
 def elsewhere(run: Path) -> Iterator[Descendant]:
     """Copies and descendants outside the run directory, as far as they are known."""
-    for row in read_exports(run):
-        if not Path(row["to"]).is_relative_to(run):
-            yield Descendant(row["to"], "not reached", f"{row['what']} of {row['at'][:10]}")
+    yield from _of_run(run.resolve(), {run.resolve()})
     tracked = run / "track.json"
     for tool, state in json.loads(tracked.read_text("utf-8")).items() if tracked.exists() else ():
         yield Descendant(f"{tool} run {state.get('known')}", "not reached", "logged metrics")
-    for near in sorted(run.parent.iterdir()):
-        config = near / "config.toml"
-        if near not in (run, staging_of(run)) and config.is_file() and str(run) in config.read_text("utf-8"):
-            yield Descendant(str(near), "not reached", "its settings name this run: start it again")
-        if near.name.startswith(f"{run.name}.") and near.is_file():
+    for near in sorted(run.parent.glob(f"{glob.escape(run.name)}.*")):
+        if near.is_file():
             yield Descendant(str(near), "not reached", "a file next to the run")
-    tables = (run.parent.with_suffix(".json"), *(f / "leaderboard.json" for f in run.parents[:2]))
-    for table in tables:
+    tables = (run.parent, *(folder / "leaderboard" for folder in run.parents[:2]))
+    for table in (path.with_name(path.name + suffix) for path in tables for suffix in (".json", ".md")):
         if table.is_file():
             yield Descendant(str(table), "not reached", "may have a row of this run: repeat prefed sweep")
+
+
+def _of_run(run: Path, known: set[Path]) -> Iterator[Descendant]:
+    """What a run's :data:`EXPORTS` names, the runs next to it whose settings name it, and all of those."""
+    copies = {row["to"]: row for row in read_copies(run) if not Path(row["to"]).is_relative_to(run)}
+    for place, row in copies.items():
+        yield Descendant(place, "not reached", f"{row['what']} of {row['at'][:10]}")
+    for near in sorted(run.parent.iterdir()):
+        config = near / "config.toml"
+        if near in known or near == staging_of(run) or not os.access(config, os.R_OK):
+            continue
+        text = config.read_text("utf-8", "replace")
+        if any(f"{place}{end}" in text for place in (run, *copies) for end in '"/'):
+            known.add(near)
+            yield Descendant(str(near), "not reached", f"its settings name {run.name}: start it again")
+            yield from _of_run(near, known)
 
 
 def is_in_memory(run: Path, place: str) -> bool:

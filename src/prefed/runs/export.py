@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from prefed.core.text import printable
 from prefed.models import Backbone, ModelConfig, save_adapter, save_client, save_merged
 from prefed.models.adapters import ABOUT, EXPORTED
 from prefed.models.trainable_parts import EXAMPLES
+from prefed.runs.copies import record_copy
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import load_run
 from prefed.runs.tastes import needs_pairs
@@ -170,26 +170,14 @@ def write_tensors(
     return more
 
 
-EXPORTS = "exports.jsonl"
-"""File of a run that lists its exports and pushes, so that `prefed forget` can name the copies."""
-
-
-def record_export(run: Path, what: Literal["export", "push"], to: str, exported: Export) -> None:
-    """Add a row to :data:`EXPORTS`.
+def record_export(run: Path, what: Literal["export", "push"], to: Path | str, exported: Export) -> None:
+    """Let the run know a copy of its model.
 
     Args:
-        to: the absolute path of the folder, or the URL of the commit on the hub.
+        to: the folder, or the URL of the commit on the hub.
     """
     about = {name: value for name, value in vars(exported).items() if name != "model" and value}
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    row = {"at": now, "what": what, "to": to, "round": RunReader(run).commit.round, **about}
-    files.append(run / EXPORTS, json.dumps(row).encode() + b"\n", mode=0o600)
-
-
-def read_exports(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of :data:`EXPORTS`; none if there is no such file."""
-    path = run / EXPORTS
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    record_copy(run, what, to, {"round": RunReader(run).commit.round, **about})
 
 
 PLACES = {

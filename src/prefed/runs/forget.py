@@ -173,7 +173,8 @@ class _Forgetting:
         if dataset.fingerprint != self.record.fingerprint["data"]:
             shutil.rmtree(folder)
             raise DataError(
-                f"{self.run}: the data changed since the run, and its cache is deleted; restore the data"
+                f"{self.run}: the data changed since the run, and its cache is deleted; restore the data, or "
+                f"start a new run with [data] exclude = {json.dumps([*self.clients])} and delete this one"
             )
         return dataset
 
@@ -290,7 +291,8 @@ class _Forgetting:
         run_experiment(self._placed(place.new), place.new, resume=True, callbacks=callbacks)
         if planned.aligns:
             align(place.new, read_settings(self.record), callbacks=callbacks)
-        planned = replace(planned, seconds=time.perf_counter() - started)
+        # A replay takes long, and somebody may have exported the old run meanwhile.
+        planned = replace(self.plan(), seconds=time.perf_counter() - started)
         disclosed = disclosure(self.run, place.new, *self._removed())
         return place.conclude(planned, request, self.without, disclosed=disclosed)
 

@@ -28,6 +28,7 @@ from prefed.core.strict_settings import differing
 from prefed.core.text import pluralize
 from prefed.data.record import plain_prompt
 from prefed.runs.append_log import Journal
+from prefed.runs.copies import record_copy
 from prefed.runs.finished_run import RunError
 from prefed.runs.labels import make_judge
 from prefed.runs.loaded_run import LoadedRun, load_run
@@ -174,6 +175,8 @@ def judge(path: str | Path, how: Comparison, progress: Progress = lambda what, d
     files.write(
         folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False).encode(), mode=0o600
     )
+    if how.other is not None:
+        record_copy(how.other, "judgement", folder)
     track = run.experiment.track
     if track is not None and (track.clients or not how.names_a_client):
         log_verdicts(track, run.record.path, run.record.summary["rounds"], summary)

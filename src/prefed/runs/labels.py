@@ -24,6 +24,7 @@ from prefed.data import Record
 from prefed.methods import METHODS
 from prefed.methods.base.tastes import Z
 from prefed.runs.build import response_encoder
+from prefed.runs.copies import record_copy
 from prefed.runs.finished_run import RunError, RunRecord
 from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
 from prefed.runs.tastes import published_taste
@@ -117,6 +118,7 @@ def _utility(taste: str, run: LoadedRun) -> Judge:
 def _selector(path: Path, taste: str, judged: LoadedRun) -> Judge:
     run = judged if path.resolve() == judged.record.path.resolve() else load_run(path)
     check_selectors(run.record)
+    record_copy(path, "judgement", judged.record.path)
     named = taste != "mean" and run.method.tastes
     selectors = selectors_of(run, taste if named else None)
     models = {name: files.digest(t.flat.cpu().numpy().tobytes()) for name, t in selectors.models.items()}

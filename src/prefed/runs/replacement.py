@@ -27,8 +27,8 @@ from typing import Any
 from prefed.config import Experiment, to_toml
 from prefed.core import files
 from prefed.runs.continued_run import prepared_run
+from prefed.runs.copies import EXPORTS, read_copies
 from prefed.runs.descendants import FORGOTTEN, Plan, staging_of
-from prefed.runs.export import EXPORTS, read_exports
 from prefed.runs.finished_run import read_config, read_run
 from prefed.runs.summary import describe_origin
 from prefed.store import RunReader, StoreError, client_file
@@ -121,7 +121,7 @@ class Replacement:
             more: further keys of the certificates.
         """
         files.write(self.new / "config.toml", to_toml(without).encode())
-        rows = [row for row in read_exports(self.run) if not Path(row["to"]).is_relative_to(self.run)]
+        rows = [row for row in read_copies(self.run) if not Path(row["to"]).is_relative_to(self.run)]
         if rows:
             text = "".join(json.dumps(row) + "\n" for row in rows)
             files.write(self.new / EXPORTS, text.encode(), mode=0o600)

@@ -162,7 +162,7 @@ class _Forgetting:
             "federation_run": self.known["run"],
             "sites": confirmed,
         }
-        planned = replace(planned, seconds=time.perf_counter() - started)
+        planned = replace(self.plan(), seconds=time.perf_counter() - started)
         return place.conclude(planned, request, self.without, **more)
 
     def _prepare(self, place: Replacement, partial: Path) -> None:

@@ -95,7 +95,7 @@ def export(
         files.write(
             path / CARD, model_card(record.at_best() if best else record, exported, license=license).encode()
         )
-    record_export(run, "export", str(path.resolve()), exported)
+    record_export(run, "export", path, exported)
     typer.echo(exported.describe(path))
 
 

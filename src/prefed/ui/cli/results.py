@@ -108,6 +108,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare finished runs: tables, differing settings, and a plot or a page."""
+    from prefed.runs.copies import record_copy
     from prefed.runs.finished_run import find_runs, read_run
     from prefed.ui.pages import plot_file
 
@@ -139,11 +140,15 @@ def compare(
         from prefed.ui.pages.compare_charts import comparison
 
         plot_file.save(comparison(records), out)
+        for each in records:
+            record_copy(each.path, "plot", out)
         made.append(f"plot: {out}")
     if html is not None:
         from prefed.ui.pages.compare_page import write_comparison
 
         write_comparison(records, html)
+        for each in records:
+            record_copy(each.path, "page", html)
         made.append(f"page: {html}")
     if default and out is None:
         made.append(f"no plot: it {plot_file.NEEDS}")
@@ -162,6 +167,7 @@ def report(
     ] = False,
 ) -> None:
     """Write a self-contained HTML page about a finished run or, with --watch, a run in progress."""
+    from prefed.runs.copies import record_copy
     from prefed.runs.finished_run import read_run
     from prefed.store.directory import PAGE
     from prefed.ui.pages.page import write_page
@@ -172,8 +178,11 @@ def report(
         raise ValueError(f"{path} is a folder; name a file for the page")
     if not watch:
         write_page(read_run(run), path)
+        record_copy(run, "page", path)
         typer.echo(f"report: {path}")
         return
+    if run.is_dir():
+        record_copy(run, "page", path)
     try:
         with terminable():
             watch_run(run, path, typer.echo)
