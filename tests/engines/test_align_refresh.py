@@ -183,6 +183,13 @@ def test_epochs_are_compared_by_the_newest_selectors(whole):
             for row in answers
         ]
         assert epoch["win_rate"] == pytest.approx(np.mean(wins))
+    shown = rows(path / "align", "answers.jsonl")
+    files = [path / f"align/generations/{k}/checkpoints" for k in (1, 2, 3)]
+    for number, row in enumerate(shown):
+        each = [rows(file, "answers-1.jsonl")[number] for file in files]
+        assert row["answers"] == [each[0]["initial"], *(own["answer"] for own in each)]
+        assert row["prompt"] == prompts[each[0]["prompt"]]["prompt"]
+    assert len(shown) == min(3, len(answers)) > 0
 
 
 def test_killed_at_any_write_a_loop_ends_in_the_same_bytes(whole, finished, place, tmp_path, monkeypatch):

@@ -17,7 +17,15 @@ from finished import write_run
 from prefed.runs.finished_run import EXAMPLES, Outcome, RunError, alignment_of, judged_of, read_run
 from prefed.ui.pages.chart_data import Bars, Line
 from prefed.ui.pages.comparison_tables import print_comparison
-from prefed.ui.pages.outcomes import alignment_facts, epochs_table, judged_chart, judged_table, print_judged
+from prefed.ui.pages.outcomes import (
+    alignment_facts,
+    epochs_table,
+    generation_answers,
+    generations_chart,
+    judged_chart,
+    judged_table,
+    print_judged,
+)
 from prefed.ui.pages.page import render, write_page
 
 SUMMARY = {
@@ -84,13 +92,64 @@ def test_the_rows_of_a_policy_with_tastes_are_generations(each: int, first: list
         for k in range(2 * each)
     ]
     base, own = {"ends": 0.25, "loops": 0.5}, {"ends": 1.0, "loops": 0.125}
-    epochs[1] |= {"win_rate": 0.75, "text": {"base": base, "shared": own}}
+    epochs[1] |= {"win_rate": 0.75, "kl": 0.25, "text": {"base": base, "shared": own}}
     table = epochs_table(Outcome({"train": {"epochs": epochs, "kept": 2}}, ()))
-    assert table.heads == ["generation", "loss", "agreement", "win rate", "end", "loop"]
+    assert table.heads == ["generation", "loss", "agreement", "win rate", "KL", "end", "loop"]
     assert [name for name, _ in table.rows] == ["initial policy", *first]
-    assert table.rows[0][1] == ["", "", "", "25%", "50%"]
-    assert table.rows[1][1] == ["0.5000", "0.500", "", "", ""]
-    assert table.rows[2][1] == ["0.5000", "0.500", "75.0%", "100%", "12%"]
+    assert table.rows[0][1] == ["", "", "", "", "25%", "50%"]
+    assert table.rows[1][1] == ["0.5000", "0.500", "", "", "", ""]
+    assert table.rows[2][1] == ["0.5000", "0.500", "75.0%", "0.25", "100%", "12%"]
+
+
+def loop(generations: int) -> dict[str, object]:
+    """The summary of a loop: two epochs in a generation, and a refresh before the second."""
+    base, own = {"ends": 0.25, "loops": 0.5}, {"ends": 1.0, "loops": 0.125}
+    epochs = [
+        {
+            "epoch": k,
+            "generation": (k + 1) // 2,
+            "loss": 0.5,
+            "agreement": 0.5,
+            "win_rate": k / 8,
+            "kl": k / 4,
+        }
+        | {"text": {"base": base, "shared": own}}
+        for k in range(1, 2 * generations + 1)
+    ]
+    refreshes = [{"generation": 2, "accuracy": 0.625}]
+    return {"train": {"epochs": epochs, "kept": 1}, "refresh": {"refreshes": refreshes}}
+
+
+def test_a_loop_is_drawn_by_generation(tmp_path: Path) -> None:
+    """The last epoch of each counts; accuracy is there where clients judged; KL has its own scale."""
+    chart = generations_chart(Outcome(loop(2), ()))
+    assert chart is not None
+    shares, kl = chart.panels
+    assert {line.name: list(line.points) for line in shares.shown} == {
+        "win rate": [(1.0, 0.25), (2.0, 0.5)],
+        "answers that end": [(1.0, 1.0), (2.0, 1.0)],
+        "that loop": [(1.0, 0.125), (2.0, 0.125)],
+        "selectors' accuracy": [(2.0, 0.625)],
+    }
+    assert [list(line.points) for line in kl.shown] == [[(1.0, 0.5), (2.0, 1.0)]]
+    assert generations_chart(Outcome(loop(1), ())) is None
+
+
+def test_a_page_has_each_generations_answers(tmp_path: Path) -> None:
+    """Next to the initial policy's, for every prompt in the file."""
+    path = write_run(tmp_path / "run")
+    (path / "align").mkdir()
+    train = {**ALIGNED["train"], **loop(2)["train"]}  # type: ignore[dict-item]
+    (path / "align/summary.json").write_text(json.dumps({**ALIGNED, "train": train}))
+    row = {"prompt": [{"role": "user", "content": "Why?"}], "answers": ["So so.", "Just so.", "Quite so."]}
+    (path / "align/answers.jsonl").write_text(json.dumps(row) + "\n")
+    outcome = alignment_of(path)
+    assert outcome is not None
+    (examples,) = generation_answers(outcome)
+    assert examples.heads == ["initial policy", "generation 1", "generation 2"]
+    assert examples.rows == [("user: Why?", row["answers"], "")]
+    page = render(read_run(path))
+    assert page.index("So so.") < page.index("Just so.") < page.index("Quite so.")
 
 
 def test_an_alignment_by_a_judge_has_its_words(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ generation, at the tastes drawn there; training never uses these prompts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,15 @@ from prefed.align.stages import (
     rows_in,
     run_stages,
 )
+from prefed.align.start import own_prompts
 from prefed.align.tastes import STATE, Generation
 from prefed.config.align import AlignConfig
 from prefed.core import files
+from prefed.data.record import plain_prompt
 
-POLICY = "policy.safetensors"
+POLICY, ANSWERS = "policy.safetensors", "answers.jsonl"
+SHOWN = 3
+"""Number of held-out prompts whose answers are shown by generation."""
 
 
 def generation_stages(count: int, tasting: bool, refreshed: Callable[[int], int]) -> tuple[Stage, ...]:
@@ -52,7 +58,7 @@ def generation_stages(count: int, tasting: bool, refreshed: Callable[[int], int]
             selectors = stages[-1].name
         stages += [labels.stage(generation, selectors), training.stage(generation)]
     inputs = ("policy", *(stage.name for stage in stages))
-    outputs = (*((POLICY,) if tasting else ()), training.ADAPTER, completions.FILE, labels.FILE)
+    outputs = (*((POLICY,) if tasting else ()), training.ADAPTER, completions.FILE, labels.FILE, ANSWERS)
     return (*stages, Stage("train", inputs, lambda alignment: {"generations": count}, outputs, _keep_best))
 
 
@@ -98,6 +104,7 @@ def _keep_best(alignment: Alignment) -> Figures:
                 figures["win_rate"] = win_rate(alignment, scorer, answers)
             checkpoints.append(path)
             epochs.append({**figures, "epoch": len(checkpoints), "generation": generation.number})
+    _write_answers(alignment, generations)
     best = training.kept_epoch(epochs, alignment.callback)
     backbone, folder = alignment.policy, alignment.folder
     tensors = policy.read_policy(backbone, checkpoints[best - 1])
@@ -114,6 +121,21 @@ def _keep_best(alignment: Alignment) -> Figures:
         )
         files.write(folder / name, dumps(rows))
     return {"epochs": epochs, "kept": best}
+
+
+def _write_answers(alignment: Alignment, generations: Sequence[Generation]) -> None:
+    """Write the answers of the initial policy and of each generation to the first held-out prompts."""
+    prompts, texts = own_prompts(alignment), defaultdict[int, list[str]](list)
+    for generation in generations:
+        _, _, history = read_state(generation.path(alignment, STATE), generation.stage("train"))
+        path = alignment.folder / training.checkpoint(generation, history[-1]["epoch"])
+        answers = path.with_name(training.answers_file(history[-1]["epoch"]))
+        for row in islice(rows_in(answers), SHOWN) if answers.exists() else ():
+            if generation is generations[0]:
+                texts[row["prompt"]].append(row["initial"])
+            texts[row["prompt"]].append(row["answer"])
+    rows = ({"prompt": plain_prompt(prompts[k].prompt), "answers": own} for k, own in texts.items())
+    files.write(alignment.folder / ANSWERS, dumps(rows))
 
 
 SETTINGS, SUMMARY = "settings.json", "summary.json"

@@ -318,6 +318,14 @@ class VerdictRow(TypedDict):
 
 
 @with_config(ConfigDict(strict=True))
+class GenerationAnswers(TypedDict):
+    """A row of ``answers.jsonl`` of an alignment: answers of the initial policy and of each generation."""
+
+    prompt: PromptTurns
+    answers: list[str]
+
+
+@with_config(ConfigDict(strict=True))
 class LabelRow(TypedDict):
     """A row of ``labels.jsonl``: a labelled pair of completions of prompt ``index``."""
 

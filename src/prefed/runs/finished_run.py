@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from prefed.core.records import Judged, LabelRow, RoundRecord, Summary, Tastes, VerdictRow
+from prefed.core.records import GenerationAnswers, Judged, LabelRow, RoundRecord, Summary, Tastes, VerdictRow
 from prefed.core.text import did_you_mean, listed
 from prefed.runs.metrics import (
     Agreement,
@@ -461,10 +461,12 @@ class Outcome:
     Attributes:
         summary: the content of its ``summary.json``.
         examples: those of the first prompts.
+        answers: prompts, each with the answers of an alignment's initial policy and of its generations.
     """
 
     summary: Mapping[str, Any]
     examples: tuple[Example, ...]
+    answers: tuple[tuple[str, Sequence[str]], ...] = ()
 
 
 def judged_of(run: RunRecord) -> list[Outcome]:
@@ -495,7 +497,12 @@ def alignment_of(run: Path) -> Outcome | None:
     path = run / "align" / "summary.json"
     if not path.exists():
         return None
-    return Outcome(_read(path, json.loads, _ALIGNMENT), _labels(path.with_name("labels.jsonl")))
+    rows = _rows(path.with_name(ANSWERS), GenerationAnswers)
+    return Outcome(
+        _read(path, json.loads, _ALIGNMENT),
+        _labels(path.with_name("labels.jsonl")),
+        tuple((prompt_text(row["prompt"]), row["answers"]) for row in rows),
+    )
 
 
 def tastes_in(run: Path) -> Mapping[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import pluralize
 from prefed.runs.finished_run import Answer, Example, Outcome, RunRecord
-from prefed.ui.pages.chart_data import Axis, Bars, Chart, Line, Panel, percent
+from prefed.ui.pages.chart_data import Axis, Bars, Chart, Line, Look, Panel, percent
 from prefed.ui.pages.tables import Facts, Table, cell, terminal
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def epochs_table(alignment: Outcome) -> Table:
     each, rows = Counter(epoch.get("generation") for epoch in epochs), list[tuple[str, list[str]]]()
     done = Counter[int | None]()
     if text := next((epoch["text"] for epoch in epochs if epoch.get("text")), None):
-        rows.append(("initial policy", ["", "", "", *_whole(text["base"])]))
+        rows.append(("initial policy", ["", "", "", "", *_whole(text["base"])]))
     for epoch in epochs:
         generation = epoch.get("generation")
         done[generation] += 1
@@ -186,16 +186,66 @@ def epochs_table(alignment: Outcome) -> Table:
         kept = " (kept)" if epoch["epoch"] == train["kept"] else ""
         rate, text = epoch.get("win_rate"), epoch.get("text")
         cells = [cell(epoch["loss"], ".4f"), cell(epoch["agreement"]), cell(rate, ".1%")]
+        cells.append(cell(epoch.get("kl"), ".2f"))
         rows.append((f"{place}{within}{kept}", [*cells, *(_whole(text["shared"]) if text else ("", ""))]))
     caption = (
         "Agreement: share of held-out pairs on which the aligned model agrees with the labels. Win rate: "
-        "share of its answers to held-out prompts that the labeller prefers to the initial policy's. Neither "
+        "share of its answers to held-out prompts that the labeller prefers to the initial policy's. KL: "
+        "how much more probable they are than under it, in nats per token. None "
         "shows broken text: see how many answers end and loop, and read some."
     )
     if several:
         caption += " Held-out prompts and pairs are from the first generation."
-    heads = ["generation" if several else "epoch", "loss", "agreement", "win rate", "end", "loop"]
+    heads = ["generation" if several else "epoch", "loss", "agreement", "win rate", "KL", "end", "loop"]
     return Table(caption, heads, rows)
+
+
+def generations_chart(alignment: Outcome) -> Chart | None:
+    """Shares and KL after the last epoch of each generation; ``None`` for fewer than two."""
+    epochs = alignment.summary["train"]["epochs"]
+    last = {epoch["generation"]: epoch for epoch in epochs if "generation" in epoch}
+    if len(last) < 2:
+        return None
+    refreshes = alignment.summary.get("refresh", {}).get("refreshes", ())
+    shares = {
+        "win rate": {k: each.get("win_rate") for k, each in last.items()},
+        "answers that end": {
+            k: each["text"]["shared"]["ends"] for k, each in last.items() if each.get("text")
+        },
+        "that loop": {k: each["text"]["shared"]["loops"] for k, each in last.items() if each.get("text")},
+        "selectors' accuracy": {each["generation"]: each["accuracy"] for each in refreshes},
+    }
+    kl = {k: each.get("kl") for k, each in last.items()}
+    found, panels = list[str](), list[Panel]()
+    for series, write, label in (
+        (shares, percent, "shares"),
+        ({"": kl}, "{:.2f}".format, "KL, nats per token"),
+    ):
+        lines = []
+        for index, (name, values) in enumerate(series.items()):
+            known = {k: value for k, value in values.items() if value is not None}
+            if known:
+                notes = [f"{name or 'KL'} of generation {k}: {write(value)}" for k, value in known.items()]
+                found.append(notes[-1])
+                points = [(float(k), value) for k, value in known.items()]
+                lines.append(Line(name, points, notes, Look(index + 1, mark=index)))
+        if lines:
+            panels.append(Panel(Axis("generation", whole=True), Axis(write=write), lines, label, 240))
+    caption = (
+        "The win rate is by the labeller. The selectors' accuracy is on what clients judged of this "
+        "generation's completions, before the refresh."
+    )
+    return Chart("generations", f"{'; '.join(found)}.", caption, panels) if panels else None
+
+
+def generation_answers(alignment: Outcome) -> list[Examples]:
+    """The first held-out prompts, answered by the initial policy and by each generation."""
+    if not alignment.answers:
+        return []
+    count = max(len(texts) for _, texts in alignment.answers)
+    heads = ["initial policy", *(f"generation {number}" for number in range(1, count))]
+    rows = [(_short(prompt), [_short(text) for text in texts], "") for prompt, texts in alignment.answers]
+    return [Examples("Answers by generation", "To held-out prompts, greedily.", heads, rows)]
 
 
 def _whole(text: Mapping[str, float]) -> tuple[str, str]:

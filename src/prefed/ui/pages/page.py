@@ -140,7 +140,10 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         clients=clients.clients_table(run),
         clusters_plot=selector_agreement.clusters_chart(run),
         epochs=outcomes.epochs_table(alignment) if alignment else None,
-        alignment_examples=outcomes.alignment_examples(alignment) if alignment else [],
+        generations_plot=outcomes.generations_chart(alignment) if alignment else None,
+        alignment_examples=[*outcomes.generation_answers(alignment), *outcomes.alignment_examples(alignment)]
+        if alignment
+        else [],
         judged_plot=outcomes.judged_chart(judged),
         judged_notes=outcomes.judged_notes(judged),
         judged_examples=outcomes.judged_examples(judged),
