@@ -4,6 +4,6 @@ from importlib.util import find_spec
 
 collect_ignore_glob = [
     f"src/prefed/networks/federation/flare/{name}.py"
-    for name in ("apps", "site", "transport")
+    for name in ("relays", "site", "transport")
     if find_spec("nvflare") is None
 ]
