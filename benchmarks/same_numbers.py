@@ -109,6 +109,10 @@ def cases(methods: list[str]) -> dict[str, dict[str, Any]]:
             "method": {"name": "fedvpa"},
             "align": {**ALIGN, "tastes": "posteriors", "generations": 2},
         },
+        "stages by judges": {
+            "method": {"name": "fedbis"},
+            "align": {**ALIGN, "generations": 2, "client_judge": "utility", "refresh": {"pairs": 4}},
+        },
     }
     return found
 
@@ -158,7 +162,7 @@ def digests(run: Path) -> dict[str, str]:
     for path in sorted(run.rglob("*")):
         name = path.relative_to(run).as_posix()
         apart = path.name in APART or path.name.startswith("COMMIT@")
-        if path.is_dir() or name.startswith("cache/") or apart:
+        if path.is_dir() or "cache" in path.relative_to(run).parts or apart:
             continue
         content = path.read_bytes()
         if path.suffix in (".json", ".jsonl"):

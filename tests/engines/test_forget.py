@@ -13,12 +13,15 @@ from commands import prefed_
 from crashes import Crash
 from finished import WORDY, found, rows_of, small_experiment, wordy_place
 from prefed import Callback, ConfigError, Experiment, run
+from prefed.align.judge import Verdict
+from prefed.align.judge.names import ARGUMENTS
 from prefed.core import files
 from prefed.data import DataError, FederatedDataset
 from prefed.runs import forget as forgetting
 from prefed.runs.copies import record_copy
 from prefed.runs.finished_run import RunError
 from prefed.runs.forget import forget, plan
+from prefed.runs.labels import JUDGES
 from prefed.runs.loaded_run import load_run
 from prefed.store import CheckpointConfig, RunReader, StoreError
 from toy import outcome
@@ -46,7 +49,7 @@ CASES = {
     },
     "alignment": {
         "method": {"name": "fedbis", "lr": 0.01, "local_steps": 1, "batch_size": 4},
-        "align": ALIGN,
+        "align": {**ALIGN, "generations": 2, "client_judge": "bytes", "refresh": {"pairs": 4}},
     },
     "tastes": {
         "method": {"name": "fedvpa", "lr": 0.01, "local_steps": 1, "batch_size": 4},
@@ -94,9 +97,22 @@ def left(path):
     return {name: value for name, value in outcome(path).items() if not name.startswith(apart)}
 
 
+class Bytes:
+    """Judges by the sum of a text's bytes."""
+
+    def __init__(self, argument, options):
+        self.identity = {"client": options.taste}
+
+    def compare(self, questions):
+        for each in questions:
+            yield Verdict(float(sum(each.first.encode()) > sum(each.second.encode())), "")
+
+
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("name", CASES)
-def test_forget_is_never_had(place, tmp_path, name):
+def test_forget_is_never_had(place, tmp_path, name, monkeypatch):
+    monkeypatch.setitem(JUDGES.builtin, "bytes", Bytes)
+    monkeypatch.setitem(ARGUMENTS, "bytes", "")
     old, never, who, first = tmp_path / "run", tmp_path / "never", "ann", 1
     run(experiment(place, CASES[name]), old)
     if name.startswith("kept commits"):
@@ -113,6 +129,9 @@ def test_forget_is_never_had(place, tmp_path, name):
     assert numbers == digests(never)
     assert (old / "config.toml").read_text() == (never / "config.toml").read_text()
     assert not found(tmp_path, texts)
+    configs = [*old.rglob("config.toml")]
+    assert not any("run.forgetting" in path.read_text() for path in configs)
+    assert len(configs) == (3 if name == "alignment" else 1)
     assert found(old, rows_of(place, "train", next(each for each in WORDY if each != who)))
     assert certificate == old / f"forgotten/{who}.json"
     content = files.loads_with_digest(certificate.read_bytes())
@@ -310,6 +329,9 @@ def test_what_is_refused(place, runs, tmp_path, subtests):
         with subtests.test(words), pytest.raises(error, match=words):
             forget(old, *given[:2], overrides=given[2] if len(given) > 2 else ())
     assert not (tmp_path / "old.forgetting").exists()
+    refresh = shutil.copytree(old, tmp_path / "x/align/generations/2/refresh")
+    with pytest.raises(RunError, match=f"refresh continues the rounds of {tmp_path}/x: forget there"):
+        forget(refresh, ["ann"])
     (old / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match=r"notes.txt is not a file of the run"):
         forget(old, ["ann"])

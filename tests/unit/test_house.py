@@ -269,7 +269,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/ui/": (7_500, "a loop by generation on the page"),
     "tests/": (2_470, "examples that make test samples; forked workers close what they inherit"),
     "tests/cli/": (4_940, "forgetting over FLARE"),
-    "tests/engines/": (10_815, "forgetting names what was made elsewhere"),
+    "tests/engines/": (10_850, "forgetting names what was made elsewhere"),
     "tests/golden/": (5_000, "GRPO, by hand, by TRL and by the KL divergence"),
     "tests/laws/": (1_885, "examples that make test samples"),
     "tests/unit/": (22_650, "a loop by generation on the page"),

@@ -121,6 +121,9 @@ class Replacement:
             more: further keys of the certificates.
         """
         files.write(self.new / "config.toml", to_toml(without).encode())
+        for path in self.new.glob("align/**/config.toml"):
+            text = path.read_text("utf-8").replace(str(self.new), str(self.run))
+            files.write(path, text.encode())
         rows = [row for row in read_copies(self.run) if not Path(row["to"]).is_relative_to(self.run)]
         if rows:
             text = "".join(json.dumps(row) + "\n" for row in rows)
