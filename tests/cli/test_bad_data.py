@@ -196,13 +196,16 @@ OTHERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "make", "message"), OTHERS.values(), ids=OTHERS)
 def test_other_files_that_cannot_be_used(
-    place: Path, words: Path, name: str, make: Callable[[Path], object], message: str
+    place: Path, words: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    make(place / name)
-    experiment(place, words, name)
-    assert message in output("data", "exp.toml")
+    for case, (name, make, message) in OTHERS.items():
+        with subtests.test(case):
+            (place / case).mkdir()
+            monkeypatch.chdir(place / case)
+            make(place / case / name)
+            experiment(place / case, words, name)
+            assert message in output("data", "exp.toml")
 
 
 SETTINGS: dict[str, tuple[list[str], str]] = {
@@ -231,9 +234,8 @@ SETTINGS: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "message"), SETTINGS.values(), ids=SETTINGS)
 def test_settings_that_do_not_suit_the_data(
-    place: Path, words: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+    place: Path, words: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     (place / "train.jsonl").write_bytes(lines(ROWS))
     (place / "empty").mkdir()
@@ -241,8 +243,10 @@ def test_settings_that_do_not_suit_the_data(
     (place / "other/notes.txt").touch()
     monkeypatch.setattr(prefed.core.huggingface, "_answers", lambda endpoint: False)
     experiment(place, words)
-    options = [word for override in overrides for word in ("--set", override)]
-    assert message in output("data", "exp.toml", *options)
+    for case, (overrides, message) in SETTINGS.items():
+        with subtests.test(case):
+            options = [word for override in overrides for word in ("--set", override)]
+            assert message in output("data", "exp.toml", *options)
 
 
 USABLE = {

@@ -252,14 +252,17 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("prepare", "words", "expected"), DIRECTORIES.values(), ids=DIRECTORIES)
 def test_a_directory_that_will_not_do(
-    place: Path, prepare: Callable[[Path], object], words: list[str], expected: str
+    place: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    write_run(place / "run")
-    (place / "run/checkpoint").mkdir()
-    prepare(place / "run")
-    assert expected in refused(*words)
+    for case, (prepare, words, expected) in DIRECTORIES.items():
+        with subtests.test(case):
+            run = write_run(place / case / "run")
+            shutil.copy(place / "exp.toml", place / case)
+            monkeypatch.chdir(place / case)
+            (run / "checkpoint").mkdir()
+            prepare(run)
+            assert expected in refused(*words)
 
 
 USAGE = {

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -69,25 +70,25 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_a_forged_evaluation_counts_its_client_out(tmp_path, name):
+def test_a_forged_evaluation_counts_its_client_out(tmp_path, subtests):
     """The means are over the others, and the record says why; the reason quotes nothing of the forgery."""
-    forge = FORGED[name]
 
-    def change(result):
+    def change(result, forge):
         yield replace(result, message=forge(result.message)) if result.client == BAD else result
 
-    records, warnings = play(tmp_path / "run", altered(change))
     toy.run(tmp_path / "whole", rounds=2, cohort=6)
-    for record, whole in zip(records, RunReader(tmp_path / "whole").rounds(), strict=True):
-        own, expected = record["evaluation"], whole["evaluation"]["preference_accuracy"]["per_client"]
-        assert list(own["not_evaluated"]) == [BAD]
-        assert own["clients"] == 5
-        del expected[BAD]
-        assert own["preference_accuracy"]["per_client"] == expected
-        assert own["preference_accuracy"]["mean"] == pytest.approx(sum(expected.values()) / 5)
-    assert [text.split(":")[0] for text in warnings] == ["round 1", "round 2"]
-    assert all(f"{BAD!r} is not evaluated" in text and "Mr" not in text for text in warnings)
+    for name, forge in FORGED.items():
+        with subtests.test(name):
+            records, warnings = play(tmp_path / name, altered(partial(change, forge=forge)))
+            for record, whole in zip(records, RunReader(tmp_path / "whole").rounds(), strict=True):
+                own, expected = record["evaluation"], whole["evaluation"]["preference_accuracy"]["per_client"]
+                assert list(own["not_evaluated"]) == [BAD]
+                assert own["clients"] == 5
+                del expected[BAD]
+                assert own["preference_accuracy"]["per_client"] == expected
+                assert own["preference_accuracy"]["mean"] == pytest.approx(sum(expected.values()) / 5)
+            assert [text.split(":")[0] for text in warnings] == ["round 1", "round 2"]
+            assert all(f"{BAD!r} is not evaluated" in text and "Mr" not in text for text in warnings)
 
 
 def test_a_diverged_model_is_still_evaluated():

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -187,55 +188,57 @@ RENAMED = Layout((replace(FIRST, part="Mr X"), *REST))
 WIDE = Tensors(Layout((replace(FIRST, shape=(5,)), *REST)), torch.zeros(toy.LAYOUT.size - 1).double())
 
 
-@pytest.mark.parametrize(
-    ("leak", "reason"),
-    [
-        (lambda u: {"scalars": {"loss": [0.1, SECRET]}}, "'loss' is a list, not a number"),
-        (lambda u: {"scalars": {"loss": True}}, "'loss' is a bool, not a number"),
-        (
-            lambda u: {"scalars": {"loss": 1.0, SECRET: 1.0}},
-            f"does not expect: a text of {len(SECRET)} characters",
-        ),
-        (lambda u: {"scalars": {"loss": 1.0, UNSPACED: 1.0}}, "does not expect: a text of 9 characters"),
-        (lambda u: {"client": SECRET}, "is from a client other than"),
-        (
-            lambda u: {"tensors": {SECRET: u.tensors["model"]}},
-            "lacks groups that the exchange expects: model",
-        ),
-        (
-            lambda u: {"tensors": {"model": u.tensors["model"], SECRET: u.tensors["model"]}},
-            "does not expect: a",
-        ),
-        (lambda u: {"tensors": {"model": Tensors.empty()}}, "lacks tensors that group 'model' expects: head"),
-        (lambda u: {"scalars": {}}, "lacks numbers that the exchange expects: loss"),
-        (lambda u: {"weight": 3.14159}, "has weight 3.14159"),
-        (lambda u: {"weight": SECRET}, "has weight a str"),
-        (lambda u: {"sent_at": SECRET}, "is of round a str, not round 1"),
-        (lambda u: {"sent_at": 2}, "is of round 2, not round 1"),
-        (lambda u: {"tensors": {"model": WIDE}}, r"lora/0/A in group 'model' has shape \(5,\)"),
-        (lambda u: {"tensors": {"model": u.tensors["model"].to(torch.float32)}}, "has dtype torch.float32"),
-        (
-            lambda u: {"tensors": {"model": Tensors(RENAMED, u.tensors["model"].flat)}},
-            "has a different layout than the model",
-        ),
-    ],
+LEAKS = (
+    (lambda u: {"scalars": {"loss": [0.1, SECRET]}}, "'loss' is a list, not a number"),
+    (lambda u: {"scalars": {"loss": True}}, "'loss' is a bool, not a number"),
+    (
+        lambda u: {"scalars": {"loss": 1.0, SECRET: 1.0}},
+        f"does not expect: a text of {len(SECRET)} characters",
+    ),
+    (lambda u: {"scalars": {"loss": 1.0, UNSPACED: 1.0}}, "does not expect: a text of 9 characters"),
+    (lambda u: {"client": SECRET}, "is from a client other than"),
+    (
+        lambda u: {"tensors": {SECRET: u.tensors["model"]}},
+        "lacks groups that the exchange expects: model",
+    ),
+    (
+        lambda u: {"tensors": {"model": u.tensors["model"], SECRET: u.tensors["model"]}},
+        "does not expect: a",
+    ),
+    (lambda u: {"tensors": {"model": Tensors.empty()}}, "lacks tensors that group 'model' expects: head"),
+    (lambda u: {"scalars": {}}, "lacks numbers that the exchange expects: loss"),
+    (lambda u: {"weight": 3.14159}, "has weight 3.14159"),
+    (lambda u: {"weight": SECRET}, "has weight a str"),
+    (lambda u: {"sent_at": SECRET}, "is of round a str, not round 1"),
+    (lambda u: {"sent_at": 2}, "is of round 2, not round 1"),
+    (lambda u: {"tensors": {"model": WIDE}}, r"lora/0/A in group 'model' has shape \(5,\)"),
+    (lambda u: {"tensors": {"model": u.tensors["model"].to(torch.float32)}}, "has dtype torch.float32"),
+    (
+        lambda u: {"tensors": {"model": Tensors(RENAMED, u.tensors["model"].flat)}},
+        "has a different layout than the model",
+    ),
 )
-def test_what_is_not_declared_never_becomes_bytes(leak, reason):
+
+
+def test_what_is_not_declared_never_becomes_bytes(subtests):
     """A method that puts a client's text, or numbers of its own choice, in any place an upload has: the
     client's side withholds it, and the reason, which goes to the round log, does not quote the text."""
     one = job(clients=3, rounds=1)
     (exchange,) = one.method.exchanges
+    message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD, one.round(1)))
 
-    def work(visit, private, download):
+    def work(visit, private, download, leak):
         upload, after = exchange.work(visit, private, download)
         return replace(upload, **leak(upload)), after
 
-    leaky = replace(one, method=replace(one.method, exchanges=(replace(exchange, work=work),)))
-    message = encode(exchange.send(one.method.init_server(one.trainers.initial), BAD, one.round(1)))
-    result = run_task(leaky, Task("visit", BAD, 1, "train", message), toy.MemoryStates())
-    assert result.message == b""
-    assert re.search(reason, result.withheld)
-    assert not any(secret in result.withheld for secret in (SECRET, UNSPACED))
+    for leak, reason in LEAKS:
+        with subtests.test(reason):
+            leaky = (replace(exchange, work=partial(work, leak=leak)),)
+            leaky = replace(one, method=replace(one.method, exchanges=leaky))
+            result = run_task(leaky, Task("visit", BAD, 1, "train", message), toy.MemoryStates())
+            assert result.message == b""
+            assert re.search(reason, result.withheld)
+            assert not any(secret in result.withheld for secret in (SECRET, UNSPACED))
 
 
 # One upload among others

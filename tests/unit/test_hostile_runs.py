@@ -21,40 +21,41 @@ from prefed.ui.pages.page import public_page, render
 DEEP = f"{'[' * 100_000}{']' * 100_000}"
 
 
-@pytest.mark.parametrize(
-    ("file", "before", "after", "message"),
-    [
-        ("summary.json", '"ann": 0.75', '"ann": NaN', "preference_accuracy.per_client.ann: "),
-        ("summary.json", '"ann": 0.75', '"ann": 1e308', "preference_accuracy.per_client.ann: "),
-        ("summary.json", '"seconds": 3.0', '"seconds": Infinity', "seconds: should be a finite number"),
-        ("summary.json", '"test": 4', '"test": -4', "clients.ann.test: "),
-        ("summary.json", '"left_out": 0', '"left_out": "x"', "left_out: "),
-        ("summary.json", '"left_out": 0', f'"left_out": {DEEP}', "recursion"),
-        ("summary.json", '"left_out": 0', '"origin": {"finished": "soon"}', "origin.finished: "),
-        (
-            "summary.json",
-            '"left_out": 0',
-            '"origin": {"hardware": {"cores": "x"}}',
-            "origin.hardware.cores: ",
-        ),
-        ("summary.json", '"left_out": 0', '"origin": {"command": "prefed \'"}', "origin.command: "),
-        ("summary.json", '"trainable"', '"trained"', "parameters.trainable: "),
-        ("summary.json", '"left_out": 0', '"personal": {"gate": {"ann": {"x": 1}}}', "personal.gate.ann.x"),
-        ("rounds.jsonl", '"dropped": []', '"dropped": [{}]', "line 1.dropped.line 1.client: "),
-        ("rounds.jsonl", '"dropped": []', f'"dropped": {DEEP}', "maximum recursion"),
-        ("config.toml", "seed = 1", f"seed = {DEEP}", "recursion"),
-        ("checkpoint/COMMIT.json", '"totals": {}', f'"totals": {DEEP}', "recursion"),
-    ],
+ODD = (
+    ("summary.json", '"ann": 0.75', '"ann": NaN', "preference_accuracy.per_client.ann: "),
+    ("summary.json", '"ann": 0.75', '"ann": 1e308', "preference_accuracy.per_client.ann: "),
+    ("summary.json", '"seconds": 3.0', '"seconds": Infinity', "seconds: should be a finite number"),
+    ("summary.json", '"test": 4', '"test": -4', "clients.ann.test: "),
+    ("summary.json", '"left_out": 0', '"left_out": "x"', "left_out: "),
+    ("summary.json", '"left_out": 0', f'"left_out": {DEEP}', "recursion"),
+    ("summary.json", '"left_out": 0', '"origin": {"finished": "soon"}', "origin.finished: "),
+    (
+        "summary.json",
+        '"left_out": 0',
+        '"origin": {"hardware": {"cores": "x"}}',
+        "origin.hardware.cores: ",
+    ),
+    ("summary.json", '"left_out": 0', '"origin": {"command": "prefed \'"}', "origin.command: "),
+    ("summary.json", '"trainable"', '"trained"', "parameters.trainable: "),
+    ("summary.json", '"left_out": 0', '"personal": {"gate": {"ann": {"x": 1}}}', "personal.gate.ann.x"),
+    ("rounds.jsonl", '"dropped": []', '"dropped": [{}]', "line 1.dropped.line 1.client: "),
+    ("rounds.jsonl", '"dropped": []', f'"dropped": {DEEP}', "maximum recursion"),
+    ("config.toml", "seed = 1", f"seed = {DEEP}", "recursion"),
+    ("checkpoint/COMMIT.json", '"totals": {}', f'"totals": {DEEP}', "recursion"),
 )
-def test_an_odd_file_is_named(tmp_path, file, before, after, message):
-    run = write_run(tmp_path / "run", fingerprint={})
-    text = (run / file).read_text("utf-8")
-    assert before in text
-    (run / file).write_text(text.replace(before, after))
-    with pytest.raises(RunError) as raised:
-        read_run(run)
-    assert file in str(raised.value)
-    assert message in str(raised.value)
+
+
+def test_an_odd_file_is_named(tmp_path, subtests):
+    for number, (file, before, after, message) in enumerate(ODD):
+        with subtests.test(message, number=number):
+            run = write_run(tmp_path / str(number), fingerprint={})
+            text = (run / file).read_text("utf-8")
+            assert before in text
+            (run / file).write_text(text.replace(before, after))
+            with pytest.raises(RunError) as raised:
+                read_run(run)
+            assert file in str(raised.value)
+            assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["cache", "cache/data", "align", "judge/ours", "checkpoint"])

@@ -56,6 +56,12 @@ def imported(name: str, tree: ast.AST) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+@cache
+def imports_of(name: str, path: Path) -> frozenset[str]:
+    """Every ``prefed`` module that a file imports."""
+    return frozenset(imported(name, ast.parse(path.read_text("utf-8"))))
+
+
 def room(module: str) -> str:
     """The room of ``prefed.data.sources.huggingface`` is ``data``, that of ``prefed.store`` is ``store``."""
     parts = module.removesuffix(".__init__").split(".")
@@ -68,17 +74,19 @@ def rooms() -> dict[str, dict[str, set[str]]]:
     known = {room(name) for name, _ in modules()}
     imports: dict[str, dict[str, set[str]]] = {name: {} for name in known}
     for name, path in modules():
-        for target in imported(name, ast.parse(path.read_text("utf-8"))):
+        for target in imports_of(name, path):
             if target.split(".")[0] == "prefed" and room(target) in known and room(target) != room(name):
                 imports[room(name)].setdefault(room(target), set()).add(name)
     return imports
 
 
-@pytest.mark.parametrize("name", sorted(name for floor in FLOORS for name in floor))
-def test_rooms_import_from_lower_floors_only(name: str) -> None:
+def test_rooms_import_from_lower_floors_only() -> None:
     height = {name: level for level, floor in enumerate(FLOORS) for name in floor}
     wrong = {
-        to: sorted(by) for to, by in rooms()[name].items() if to != "prefed" and height[to] >= height[name]
+        (name, to): sorted(by)
+        for name in height
+        for to, by in rooms()[name].items()
+        if to != "prefed" and height[to] >= height[name]
     }
     assert wrong == {}
 
@@ -106,7 +114,7 @@ def test_wings_are_attached_from_above() -> None:
                 continue
             if room(name) in KERNEL:
                 assert wing not in text, f"{name} names {wing}"
-            elif any(f"{target}.".startswith(f"{wing}.") for target in imported(name, ast.parse(text))):
+            elif any(f"{target}.".startswith(f"{wing}.") for target in imports_of(name, path)):
                 by[wing].add(".".join(place.split(".")[: 2 if place.startswith("ui") else 1]))
     assert by == WINGS
 
@@ -130,7 +138,7 @@ def test_no_circles_of_files() -> None:
     for name, path in modules():
         own = name.removesuffix(".__init__")
         targets = set()
-        for target in imported(name, ast.parse(path.read_text("utf-8"))):
+        for target in imports_of(name, path):
             nearest = target if target in known else target.rpartition(".")[0]
             # A package's __init__ hands out what its files define.
             if nearest in known and nearest != own and not own.startswith(f"{nearest}."):
@@ -189,7 +197,7 @@ def test_nothing_is_pickled() -> None:
     offenders = []
     for name, path in modules():
         text = path.read_text("utf-8")
-        tops = {target.split(".")[0] for target in imported(name, ast.parse(text))}
+        tops = {target.split(".")[0] for target in imports_of(name, path)}
         if tops & banned or pickling.search(text):
             offenders.append(name)
     assert offenders == []
@@ -268,7 +276,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/train/": (4_210, "the objective grpo"),
     "src/prefed/ui/": (7_500, "a loop by generation on the page"),
     "tests/": (2_470, "examples that make test samples; forked workers close what they inherit"),
-    "tests/cli/": (4_940, "forgetting over FLARE"),
+    "tests/cli/": (4_950, "tables of inputs are one test with a subtest a row"),
     "tests/engines/": (10_850, "forgetting names what was made elsewhere"),
     "tests/golden/": (5_000, "GRPO, by hand, by TRL and by the KL divergence"),
     "tests/laws/": (1_885, "examples that make test samples"),

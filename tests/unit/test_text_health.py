@@ -21,31 +21,32 @@ TIPS = "Try a walk . Try a nap . Try a bath . Try a song . Try a tea ."
 SENTENCE = "You should ask your friend what they like ."
 
 
-@pytest.mark.parametrize(
-    ("text", "looping"),
-    [
-        ("I would just just just just", True),
-        ("I would just just just just enjoy it .", True),
-        ("It is very very very good .", False),
-        ("and so on and so on and so on and", False),
-        ("and so on and so on and so on and so on", True),
-        (f"{SENTENCE} {SENTENCE} {SENTENCE}", True),
-        (f"First . {SENTENCE} {SENTENCE} {SENTENCE} You should", True),
-        (f"{SENTENCE} {SENTENCE}", False),
-        # Lists of one item: the last has no line break, or the list goes on; two items are no loop.
-        ("- Be kind . / - Be kind . / - Be kind .", True),
-        ("Sure . - Be kind . / - Be kind . / - Be kind . // Bye", True),
-        ("- Be kind . / - Be kind . / - Be", False),
-        ("- Be kind . / - Be kind . / - Be calm .", False),
-        ("and so on and so on and so on and so", False),
-        (TIPS, False),
-        ("1 . Be kind . 2 . Be brave . 3 . Be calm . 4 . Be fair .", False),
-        ("", False),
-    ],
+LOOPING = (
+    ("I would just just just just", True),
+    ("I would just just just just enjoy it .", True),
+    ("It is very very very good .", False),
+    ("and so on and so on and so on and", False),
+    ("and so on and so on and so on and so on", True),
+    (f"{SENTENCE} {SENTENCE} {SENTENCE}", True),
+    (f"First . {SENTENCE} {SENTENCE} {SENTENCE} You should", True),
+    (f"{SENTENCE} {SENTENCE}", False),
+    # Lists of one item: the last has no line break, or the list goes on; two items are no loop.
+    ("- Be kind . / - Be kind . / - Be kind .", True),
+    ("Sure . - Be kind . / - Be kind . / - Be kind . // Bye", True),
+    ("- Be kind . / - Be kind . / - Be", False),
+    ("- Be kind . / - Be kind . / - Be calm .", False),
+    ("and so on and so on and so on and so", False),
+    (TIPS, False),
+    ("1 . Be kind . 2 . Be brave . 3 . Be calm . 4 . Be fair .", False),
+    ("", False),
 )
-def test_what_loops(text, looping):
-    words = text.split()
-    assert loops([sorted(set(words)).index(word) for word in words]) is looping
+
+
+def test_what_loops(subtests):
+    for text, looping in LOOPING:
+        with subtests.test(text):
+            words = text.split()
+            assert loops([sorted(set(words)).index(word) for word in words]) is looping
 
 
 class Words:

@@ -40,16 +40,20 @@ def test_what_was_not_put_is_missing_and_nothing_else(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("byte", range(4 * (1 + 2)))
-def test_any_flipped_byte_makes_its_row_missing_and_no_other(tmp_path: Path, byte: int) -> None:
+def test_any_flipped_byte_makes_its_row_missing_and_no_other(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     """Row 1 begins at byte 16, after row 0's check and three tokens: 4 bytes of check, 8 of tokens."""
     RecordCache(TOKENS, tmp_path, "r").put(ALL, VALUES)
     path = tmp_path / "r.f32"
-    data = bytearray(path.read_bytes())
-    data[16 + byte] ^= 0x10
-    path.write_bytes(data)
-    again = RecordCache(TOKENS, tmp_path, "r")
-    assert [again.missing(ALL[row : row + 1]) for row in range(3)] == [False, True, False]
+    whole = path.read_bytes()
+    for byte in range(16, 16 + 4 * (1 + 2)):
+        with subtests.test(byte=byte):
+            data = bytearray(whole)
+            data[byte] ^= 0x10
+            path.write_bytes(data)
+            again = RecordCache(TOKENS, tmp_path, "r")
+            assert [again.missing(ALL[row : row + 1]) for row in range(3)] == [False, True, False]
 
 
 def test_another_rows_numbers_do_not_pass(tmp_path: Path) -> None:
