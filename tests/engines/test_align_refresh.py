@@ -14,7 +14,7 @@ from alignments import place as place
 from finished import small_experiment
 from prefed import run
 from prefed.align import AlignError
-from prefed.align.judge import Verdict
+from prefed.align.judge import JudgeError, Verdict
 from prefed.align.judge.names import ARGUMENTS
 from prefed.align.labels import won
 from prefed.align.tastes import Generation
@@ -27,6 +27,8 @@ from prefed.runs.finished_run import read_run
 from prefed.runs.labels import JUDGES, selectors_of
 from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
+from prefed.ui.collect.pairs import recorded_pairs
+from preferences import jsonl
 
 SIGNS = {"left": 1, "right": -1}
 
@@ -234,6 +236,33 @@ def test_clients_vote(finished, place, tmp_path, monkeypatch):
     summary = json.loads((path / "align/summary.json").read_text())["labels"]
     assert summary["ties"] == expected[0]
     assert {sum(row["votes"]) for row in rows(path / "align", "labels.jsonl")} == {1, 2}
+
+
+def test_people_judge_with_prefed_collect(finished, place, tmp_path):
+    """A refresh asks all clients' people and stops; their choices, a neither apart, are its verdicts."""
+    path, folder = tmp_path / "run", tmp_path / "people"
+    shutil.copytree(finished, path)
+    settings = config(place, client_judge=f"people:{folder}", refresh={"every": 1, "pairs": 4}, generations=1)
+    for _ in range(2):
+        with pytest.raises(AlignError, match=r"(?s)'left' .*--from.*left.*'right' .*--client right --out"):
+            align(path, settings)
+    chosen = {}
+    for name in SIGNS:
+        asked = recorded_pairs(str(folder / f"{name}.questions.jsonl"), None)
+        assert len(asked.numbers()) == 4
+        questions = rows(folder, f"{name}.questions.jsonl")
+        # The second response each time, and neither of the last.
+        chosen[name] = [{**q, "chosen": q["rejected"], "rejected": q["chosen"]} for q in questions[:-1]]
+        jsonl(folder / f"{name}.jsonl", [{**row, "client": name, "side": "left"} for row in chosen[name]])
+    align(path, settings)
+    judged = rows(path / "align/generations/1", "judged.jsonl")
+    for name, own in chosen.items():
+        mine = [row for row in judged if row["client"] == name]
+        assert [row["score"] for row in mine] == [1, 1, 1, None]
+        assert [{key: row[key] for key in own[0]} for row in mine[:-1]] == own
+    (folder / "left.jsonl").write_text("{}\n")
+    with pytest.raises(JudgeError, match=r"left.jsonl, line 1 is no choice"):
+        align(path, settings, stage="refresh-1")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ import math
 import random
 import runpy
 import statistics
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from commands import sweep_command
 from experiment_scripts import EXPERIMENTS, rows, script
 from prefed import run
 from prefed.align.judge import Question
-from prefed.config import Experiment
+from prefed.config import AlignConfig, Experiment
 from prefed.config.align import JudgeOptions
 from prefed.config.experiment_table import load_table
 from prefed.core import Key
@@ -587,3 +589,53 @@ def test_the_oracle_labels_by_utility(monkeypatch):
         Question("Q?", *texts) for texts in (("One.", "One two."), ("One two.", "One."), ("One.", "Two."))
     ]
     assert [verdict.preference for verdict in judge.compare(asked)] == [1, 0, 0.5]
+
+
+@pytest.fixture(scope="module")
+def arms():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        return runpy.run_path(str(EXPERIMENTS / "loop/arms.py"))
+
+
+def test_arms_of_a_loop_have_equal_numbers_of_completions_and_judgements(arms):
+    """Sixteen completions of each prompt, and where selectors learn from clients, 64 pairs of each client."""
+    judged = {}
+    for arm, table in arms["ARMS"].items():
+        settings = AlignConfig.model_validate({**table, "prompts": "x.jsonl"})
+        assert settings.generations * settings.completions == 16
+        if refresh := settings.refresh:
+            times = sum(settings.refreshed(k) == k for k in range(1, settings.generations + 1))
+            judged[arm] = times * refresh.pairs, times * refresh.rounds
+    assert judged == {"judged": (64, 16), "refreshed": (64, 16)}
+
+
+def test_a_loop_is_measured_by_the_program(arms, tmp_path):
+    """For brief answers, win, tie and loss. Of three pairs of completions, selectors order one rightly, one
+    is a tie of theirs, and one has no longer completion and does not count."""
+
+    def texts(*each):
+        return [SimpleNamespace(text=text) for text in each]
+
+    own, base = texts("One.", "One two.", "One two."), texts("One two.", "Two one.", "One.")
+    assert arms["true_rate"]("brief", own, base) == 0.5
+    words = ["One.", "One two.", "Two."]
+    jsonl(
+        tmp_path / "completions.jsonl",
+        [{"index": 0, "sample": k, "completion": w} for k, w in enumerate(words)],
+    )
+    scores = [((0, 1), [2.0]), ((1, 2), [0.0]), ((0, 2), [1.0])]
+    jsonl(tmp_path / "scores.jsonl", [{"index": 0, "samples": pair, "scores": own} for pair, own in scores])
+    generation = SimpleNamespace(path=lambda alignment, name: tmp_path / name)
+    alignment = SimpleNamespace(config=SimpleNamespace(labels="majority"))
+    assert arms["accuracy"](alignment, generation, "brief") == 0.75
+
+
+def test_selectors_of_a_loop_have_few_pairs_on_purpose():
+    table = EXPERIMENTS / "loop/loop.toml"
+    cells = load_table(table).cells(table)
+    assert {name: cell.experiment().data.limit for name, cell in cells.items()} == {
+        "brief": None,
+        "formal": None,
+        "few": 2,
+    }

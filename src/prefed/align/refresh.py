@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from prefed.align.alignment import Alignment
+from prefed.align.judge.people import WaitingError
 from prefed.align.labels import candidates, records_of, won
 from prefed.align.policy import AlignError
 from prefed.align.stages import Figures, Stage, append, dumps, rows_in, whole_batches
@@ -67,14 +68,23 @@ def _judged(alignment: Alignment, generation: Generation) -> list[dict[str, Any]
     asked = min(config.pairs, len(pairs))
     done = whole_batches(path, [asked] * len(clients.names))
     alignment.callback.on_stage_begin(name, done, len(clients.names))
+    waiting = list[str]()
     for number, client in enumerate(clients.names[done:], done + 1):
         drawn = key.at("client", client).numpy().permutation(len(pairs))[:asked]
         records = records_of([pairs[place] for place in drawn], prompts)
-        usable, scores = clients.scorer(client).scores(records)
+        try:
+            usable, scores = clients.scorer(client).scores(records)
+        except WaitingError as error:
+            # The others are asked, too.
+            waiting.append(str(error))
+        if waiting:
+            continue
         found = dict(zip(usable.tolist(), scores[0].tolist(), strict=True))
         rows = [_row(client, record, found.get(place)) for place, record in enumerate(records)]
         append(path, rows, mode=0o600)
         alignment.callback.on_stage_step(name, number, len(clients.names), {})
+    if waiting:
+        raise AlignError("\n".join(["let them judge, then continue with prefed align --resume:", *waiting]))
     return list(rows_in(path))
 
 

@@ -16,6 +16,7 @@ from prefed.align.judge import Judge, Question, Verdict, outcome
 from prefed.align.judge.endpoint import EndpointJudge
 from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
 from prefed.align.judge.names import split_name
+from prefed.align.judge.people import PeopleJudge
 from prefed.align.judge.questions import blocks, by_score
 from prefed.config.align import JudgeOptions
 from prefed.core import files
@@ -83,7 +84,9 @@ def untrained(run: LoadedRun) -> Iterator[str]:
 BLOCK = 64
 """Questions that are tokenised together."""
 JUDGES: Registry[Callable[[str, JudgeOptions], Judge]] = Registry(
-    "judges", {"reward": RewardJudge, "endpoint": EndpointJudge, "local": LocalJudge}, "JUDGE"
+    "judges",
+    {"reward": RewardJudge, "endpoint": EndpointJudge, "local": LocalJudge, "people": PeopleJudge},
+    "JUDGE",
 )
 """Name → class of the judges that need no run."""
 

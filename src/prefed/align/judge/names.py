@@ -13,6 +13,7 @@ ARGUMENTS: Mapping[str, str] = {
     "local": "FOLDER",
     "selector": "RUN",
     "utility": "",
+    "people": "FOLDER",
 }
 """Name → metavariable of the argument in ``NAME:ARGUMENT``; empty without an argument."""
 

@@ -197,7 +197,7 @@ def judge(
         str,
         typer.Option(
             metavar="NAME[:ARGUMENT]",
-            help="reward:FOLDER, endpoint:MODEL, local:FOLDER, selector:RUN or utility.",
+            help="reward:FOLDER, endpoint:MODEL, local:FOLDER, selector:RUN, people:FOLDER or utility.",
             show_default=False,
         ),
     ],
