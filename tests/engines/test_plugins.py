@@ -139,7 +139,7 @@ def test_a_file_trains_evaluates_exports_and_compares_in_other_processes(file, t
     assert "built\n" in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["./lg.py", "./lg.py:METHOD", "lgpack.method:METHOD", "lgfedavg"])
+@pytest.mark.parametrize("name", ["./lg.py:METHOD", "lgpack.method:METHOD", "lgfedavg"])
 def test_every_way_to_name_it_is_one_method(name, file, package, place, tmp_path):
     direct = Experiment.load(file)
     named = Experiment.load(file, [f"method.name={name}"])
