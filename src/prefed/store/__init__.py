@@ -14,9 +14,9 @@ them, and only then are older versions deleted. Files that are newer than the co
 process and are removed when the directory is opened for writing.
 """
 
-from prefed.store.commit import CheckpointConfig, Commit, StoreError, client_file
+from prefed.store.commit import CheckpointConfig, Commit, StoreError
 from prefed.store.reader import RunReader, plain
-from prefed.store.states import ClientStateFiles, NodeFile, NodeStates
+from prefed.store.states import ClientStateFiles, NodeFile, NodeStates, client_file
 from prefed.store.writer import RunWriter
 
 __all__ = [

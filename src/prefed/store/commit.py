@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from prefed.core.strict_settings import StrictModel
 FORMAT = 1
 """Version of the layout of run directories. Each commit has it, next to the version of prefed."""
 _VERSIONED = re.compile(r"(.+)@(\d{6,})\.safetensors")
-_SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 class StoreError(RuntimeError):
@@ -167,22 +165,6 @@ def kept_commits(folder: Path) -> dict[int, Path]:
 
 def _commit_path(folder: Path, kept: int | None) -> Path:
     return folder / ("COMMIT.json" if kept is None else f"COMMIT@{kept:06d}.json")
-
-
-def client_file(client: str) -> str:
-    """A unique file name for a client ID, percent-encoded.
-
-    Capitals are encoded too, because some file systems ignore case. Long names are truncated and end in a
-    digest.
-
-    >>> client_file("ward-7"), client_file("../Ward 7")
-    ('ward-7', '%2E%2E%2F%57ard%207')
-    >>> len(client_file("w" * 1000))
-    151
-    """
-    data = client.encode("utf-8", "surrogatepass")
-    name = "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in data)
-    return name if len(name) <= 150 else f"{name[:110]}+{hashlib.sha256(data).hexdigest()[:40]}"
 
 
 def path_of(folder: Path, name: str, number: int) -> Path:

@@ -16,14 +16,13 @@ from prefed.core.wire import decode_state
 from prefed.store.commit import (
     Commit,
     StoreError,
-    client_file,
     damaged,
     missing_best,
     path_of,
     read_commit,
     read_state,
 )
-from prefed.store.states import holder_of, read_node
+from prefed.store.states import client_file, holder_of, read_node
 
 
 class RunReader:

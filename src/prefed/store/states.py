@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -10,9 +11,26 @@ from pathlib import Path
 from prefed.core import State, files
 from prefed.core.lazy import torch
 from prefed.core.wire import decode_state, encode
-from prefed.store.commit import Commit, StoreError, client_file, damaged, keep_versions, path_of, read_state
+from prefed.store.commit import Commit, StoreError, damaged, keep_versions, path_of, read_state
 
+_SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789_-")
 _SITE, _RECEIPT = "site", "receipt"
+
+
+def client_file(client: str) -> str:
+    """A unique file name for a client ID, percent-encoded.
+
+    Capitals are encoded too, because some file systems ignore case. Long names are truncated and end in a
+    digest.
+
+    >>> client_file("ward-7"), client_file("../Ward 7")
+    ('ward-7', '%2E%2E%2F%57ard%207')
+    >>> len(client_file("w" * 1000))
+    151
+    """
+    data = client.encode("utf-8", "surrogatepass")
+    name = "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in data)
+    return name if len(name) <= 150 else f"{name[:110]}+{hashlib.sha256(data).hexdigest()[:40]}"
 
 
 def receipt_state(site: str, receipt: str) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prefed.core import files
 from prefed.store import StoreError
-from prefed.store.commit import client_file
+from prefed.store.states import client_file
 
 _RECEIPT = re.compile(r"([0-9]{6,9})-([0-9a-f]{32})")
 _SECRET = "secret"
