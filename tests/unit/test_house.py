@@ -267,7 +267,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/merge/": (1_650, ""),
     "src/prefed/methods/": (2_300, "why a round depends on clients outside its cohort"),
     "src/prefed/models/": (2_150, ""),
-    "src/prefed/networks/": (4_900, "forgetting over sites: replay, confirmations"),
+    "src/prefed/networks/": (4_920, "a withdrawal of nobody is refused"),
     "src/prefed/privacy/": (580, "discrete noise, whole numbers and masks"),
     "src/prefed/runs/": (6_370, "runs know pages, plots and judgements elsewhere, and runs of their exports"),
     "src/prefed/store/": (850, ""),
@@ -280,7 +280,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "tests/engines/": (10_860, "forgetting names what was made elsewhere"),
     "tests/golden/": (5_000, "GRPO, by hand, by TRL and by the KL divergence"),
     "tests/laws/": (1_885, "examples that make test samples"),
-    "tests/unit/": (22_690, "a loop by generation on the page, and the arms of an experiment"),
+    "tests/unit/": (22_700, "a withdrawal of nobody is refused"),
     # Words.
     "docs, README.md": (65_450, "docs/loop.md"),
 }

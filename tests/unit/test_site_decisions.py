@@ -244,6 +244,13 @@ def test_a_client_withdraws(site_file, joins, tmp_path):
     with pytest.raises(StoreError, match="stop it first"):
         decisions.withdraw(config, "w1", "Dr Ada", "asked for it")
     site.close()
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "worker": "v10"}
+    (tmp_path / "w0.jsonl").write_text(json.dumps(row) + "\n")
+    before = len([*SentLog(state / "log").lines()])
+    code, shown = cli("withdraw", tmp_path / "site.toml", "v11", "--by", "Dr Ada", "--reason", "asked")
+    assert code == 1
+    assert "no run and no row of this site has a client 'v11'; did you mean 'v10'" in " ".join(shown.split())
+    assert len([*SentLog(state / "log").lines()]) == before
     words = ("withdraw", tmp_path / "site.toml", "w1", "--by", "Dr Ada", "--reason", "asked for it")
     code, shown = cli(*words)
     assert code == 0

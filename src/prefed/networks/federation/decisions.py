@@ -8,12 +8,18 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 from prefed.config import Experiment
-from prefed.core.text import listed
+from prefed.core.text import did_you_mean, listed
+from prefed.data import DataConfig
+from prefed.data.build import clients_of_groups, with_named_files
+from prefed.data.errors import ErrorCollector
+from prefed.data.partition import partition_value
+from prefed.data.sources import ReadCounts, read_records
 from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.limits import RefusalError
@@ -138,9 +144,11 @@ def withdraw(config: SiteConfig, client: str, by: str, reason: str) -> tuple[lis
         The deleted paths in the state folder, and the SHA-256 of the entry that lists them.
 
     Raises:
+        ValueError: neither a run nor the data of the site has the client.
         StoreError: `prefed site` is running.
     """
     state, log = Path(config.state), SentLog.of(config)
+    _check_known(config, client)
     (state / "checkpoint").mkdir(parents=True, exist_ok=True)
     handle = lock(state, remedy="stop it first: only one process may use it")
     try:
@@ -153,6 +161,25 @@ def withdraw(config: SiteConfig, client: str, by: str, reason: str) -> tuple[lis
         return deleted, log.add("deleted", client=client, paths=deleted)
     finally:
         os.close(handle)
+
+
+def _check_known(config: SiteConfig, client: str) -> None:
+    """Refuse a name that no run, no row of the site's data and no earlier withdrawal has."""
+    known = {ALL, *withdrawn(config)}
+    for order in Path(config.state).glob("runs/*/order.json"):
+        with suppress(ValueError, KeyError):
+            known |= {*json.loads(order.read_bytes())["names"]}
+    if client in known:
+        return
+    data = with_named_files(DataConfig.model_validate({"partition": {"by": "source"}, **config.data}))
+    groups = clients_of_groups(data)
+    for role, name, source in data.sources():
+        for record, _ in read_records(source, data, role, name, ErrorCollector(), ReadCounts()):
+            value = partition_value(data.partition, record, name)
+            known.add(groups.get(value, value))
+    if client not in known:
+        hint = did_you_mean(client, sorted(known - {ALL}))
+        raise ValueError(f"no run and no row of this site has a client {client!r}{hint}")
 
 
 def _had(path: Path, client: str) -> bool:
