@@ -122,7 +122,6 @@ def cost(args: argparse.Namespace) -> None:
     base |= {"method": {"local_steps": args.steps}, "model": {"name": str(args.model or place / "model")}}
     found: dict[str, dict[int, tuple[int, float | None]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        fresh: dict[str, float] = {}
         for keep in args.keep:
             run, kept = Path(folder, keep, "run"), int(keep) if keep.isdigit() else keep
             run_of(place, run, base | ({"checkpoint": {"keep": kept}} if keep != "none" else {}))
@@ -132,16 +131,16 @@ def cost(args: argparse.Namespace) -> None:
             for index, client in enumerate(sorted(first, key=lambda each: -first[each])):
                 replayed, share = plan(run, [client]).rounds, None
                 if index < args.measured:
-                    if client not in fresh:
-                        started = time.process_time()
-                        run_of(place, Path(folder, "never", client), base, client)
-                        fresh[client] = time.process_time() - started
+                    # Each time anew: CPU seconds depend on what else the machine does.
+                    started = time.process_time()
+                    run_of(place, Path(folder, "never", keep, client), base, client)
+                    fresh = time.process_time() - started
                     copy = Path(folder, client, keep, "run")
                     shutil.copytree(run, copy)
                     started = time.process_time()
                     forget(copy, [client])
-                    share = (time.process_time() - started) / fresh[client]
-                    print(f"{keep}: {first[client]}: {share:.2f} of {fresh[client]:.1f} s", flush=True)
+                    share = (time.process_time() - started) / fresh
+                    print(f"{keep}: {first[client]}: {share:.2f} of {fresh:.1f} s", flush=True)
                 rows[first[client]] = replayed, share
     names = sorted({number for rows in found.values() for number in rows})
     print("| kept | " + " | ".join(map(str, names)) + " |\n|" + "---|" * (len(names) + 1))
