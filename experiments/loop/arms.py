@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections import defaultdict
@@ -62,6 +63,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "oracle": {**LOOP, "labels": "judge:oracle:TASTE"},
 }
 """Arm → its settings. ``judged`` has as many judgements as ``refreshed``, of the initial policy's text."""
+SHARES = {"true", "proxy", "accuracy", "ends", "loops"}
 COLUMNS = ("true", "proxy", "gap", "accuracy", "nats", "ends", "loops", "words", "judged")
 
 
@@ -182,7 +184,8 @@ def main() -> None:
         cells = []
         for name in COLUMNS:
             values = [figures[name] for figures in each]
-            interval = seed_interval(values)
+            least, most = (0.0, 1.0) if name in SHARES else (-math.inf, math.inf)
+            interval = seed_interval(values, within=(least, most))
             spread = "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
             cells.append(f"{fmean(values):.3g}{spread}")
         line("mean", arm, str(number), *cells)
