@@ -20,7 +20,9 @@ from prefed.core.wire import encode
 from prefed.engines import privacy as engine_privacy
 from prefed.networks.federation import audit_log
 from prefed.networks.federation import site as site_module
+from prefed.networks.federation.decisions import withdraw
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
+from prefed.networks.federation.forget import forget
 from prefed.networks.federation.hub import Attempt, Sites
 from prefed.networks.federation.messages import FORMAT, VERSION, Keys, Sum, order_digest, settings_of
 from prefed.networks.federation.privacy_ledger import Releases
@@ -62,16 +64,20 @@ def here(monkeypatch):
     monkeypatch.setattr(site_module, "Worker", Here)
 
 
-@pytest.fixture
-def seeded(monkeypatch):
-    """The four draws of a round are of the same four streams, whichever site is first."""
+def seed(monkeypatch, count=4):
+    """The draws of a round, one a site, are of the same streams, whichever site is first."""
     for module in (site_module, engine_privacy):
-        count = itertools.count()
+        draws = itertools.count()
 
-        def source_of(key, count=count):
-            return Key(5).at("draw", next(count) % 4).numpy().bytes
+        def source_of(key, draws=draws):
+            return Key(5).at("draw", next(draws) % count).numpy().bytes
 
         monkeypatch.setattr(module, "source_of", source_of)
+
+
+@pytest.fixture
+def seeded(monkeypatch):
+    seed(monkeypatch)
 
 
 def identities(folder):
@@ -132,6 +138,30 @@ def test_a_federation_is_its_simulation(method, dies, place, tmp_path, seeded):
     assert summary["privacy"]["colluders"] == 0
     for number, name in enumerate(NAMES):
         assert spent(tmp_path, name) == {f"w{number}": 2 * 2.0**-2}
+
+
+def test_the_sites_that_are_left_sum_anew_without_a_forgotten_client(place, tmp_path, monkeypatch):
+    """With the same noise, the result is the run of three clients. The other clients have released twice as
+    much, so only differential privacy is certified."""
+    asked, old = private(place), tmp_path / "old"
+    sites = opened(place, tmp_path, minimum_cohort=1)
+    federate(asked, old, Within(sites), TERMS)
+    before = server(old)
+    sites["site-d"].close()
+    withdraw(sites["site-d"].config, "w3", "Dr Ada", "asked for it")
+    sites["site-d"] = Site(sites["site-d"].config)
+    seed(monkeypatch, 3)
+    (certificate,) = forget(old, ["w3"], Within(sites), TERMS)
+    closed(sites)
+    tables = asked.tables()
+    tables["data"]["exclude"] = ["w3"]
+    run(type(asked).from_tables(tables, "the test"), tmp_path / "never")
+    assert server(old) == server(tmp_path / "never") != before
+    assert [record["sum_sites"] for record in records(old)] == [[*NAMES[:3]]] * 2
+    content = json.loads(certificate.read_bytes())
+    assert "differential privacy" in content["guarantee"]
+    assert {*content["sites"]} == {*NAMES}
+    assert [spent(tmp_path, name)[f"w{number}"] for number, name in enumerate(NAMES)] == [1, 1, 1, 0.5]
 
 
 def test_a_hub_that_is_killed_at_any_message_gets_each_sum_once(place, tmp_path, seeded):

@@ -277,7 +277,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/ui/": (7_500, "a loop by generation on the page"),
     "tests/": (2_470, "examples that make test samples; forked workers close what they inherit"),
     "tests/cli/": (4_950, "tables of inputs are one test with a subtest a row"),
-    "tests/engines/": (10_860, "forgetting names what was made elsewhere"),
+    "tests/engines/": (10_890, "forgetting names what was made elsewhere; secure sums forget"),
     "tests/golden/": (5_000, "GRPO, by hand, by TRL and by the KL divergence"),
     "tests/laws/": (1_885, "examples that make test samples"),
     "tests/unit/": (22_700, "a withdrawal of nobody is refused"),
