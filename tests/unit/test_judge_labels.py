@@ -48,7 +48,7 @@ def test_names_of_judges():
     with pytest.raises(AlignError, match=r"labels = 'judge:rewards:model': .*did you mean 'reward'"):
         check_judge(AlignConfig(prompts="p.jsonl", labels="judge:rewards:model"))
     for labels in ("all", "judge:", -1):
-        modes = "majority, mean, minimum, adaptive, a selector's number from 0, or judge:NAME"
+        modes = "majority, mean, minimum, adaptive, a selector's number from 0, judge:NAME, or clients"
         with pytest.raises(ValueError, match=f"labels must be {modes}"):
             AlignConfig(prompts="p.jsonl", labels=labels)
     for labels in ("judge:./mine.py", "judge:pack.judges:BEST"):

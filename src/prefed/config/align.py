@@ -135,7 +135,7 @@ class AlignConfig(StrictModel):
     sft_lr: float = Field(1e-4, gt=0, description="learning rate of that fine-tuning, by adamw")
     sft_epochs: int = Field(1, ge=1, description="epochs of that fine-tuning")
     model: ModelConfig | None = Field(None, description="the model to align; default: that of [model]")
-    completions: int = Field(4, ge=2, description="completions per prompt; every two form a pair")
+    completions: int = Field(8, ge=2, description="completions per prompt; every two form a pair")
     max_new_tokens: int | None = Field(
         None,
         ge=1,
