@@ -35,6 +35,8 @@ class Forked(subprocess.Popen):
             for last, end in pairwise((2, *sorted(handles), os.sysconf("SC_OPEN_MAX"))):
                 os.closerange(last + 1, end)
             sys.stdin = os.fdopen(0)
+            # What pytest captures with has other handles.
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
             os.environ.update(environment)
             processes.serve(*handles)
             code = 0

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from prefed.core import Callback
 from prefed.data import Record
 from prefed.runs.align import _alignment, _Source, align
 from prefed.runs.finished_run import read_run
+from prefed.runs.forget import plan
 from prefed.runs.labels import JUDGES, selectors_of
 from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
@@ -239,8 +241,10 @@ def test_clients_vote(finished, place, tmp_path, monkeypatch):
 
 
 def test_people_judge_with_prefed_collect(finished, place, tmp_path):
-    """A refresh asks all clients' people and stops; their choices, a neither apart, are its verdicts."""
+    """A refresh asks all clients' people and stops; their choices, a neither apart, are its verdicts. To
+    forget one of them leaves the folder, which the plan names, and no alignment that they judged."""
     path, folder = tmp_path / "run", tmp_path / "people"
+    folder.mkdir(mode=0o755)
     shutil.copytree(finished, path)
     settings = config(place, client_judge=f"people:{folder}", refresh={"every": 1, "pairs": 4}, generations=1)
     for _ in range(2):
@@ -260,9 +264,18 @@ def test_people_judge_with_prefed_collect(finished, place, tmp_path):
         mine = [row for row in judged if row["client"] == name]
         assert [row["score"] for row in mine] == [1, 1, 1, None]
         assert [{key: row[key] for key in own[0]} for row in mine[:-1]] == own
+    assert folder.stat().st_mode & 0o777 == 0o755
+    due = {each.where: each.action for each in plan(path, ["left"]).descendants}
+    assert due["align"] == "deleted"
+    assert {Path(place).name for place in due if place.startswith(str(folder))} == {
+        "left.jsonl",
+        "left.questions.jsonl",
+    }
     (folder / "left.jsonl").write_text("{}\n")
+    assert (path / "align/generations/1/held-out.jsonl").stat().st_size > 0
     with pytest.raises(JudgeError, match=r"left.jsonl, line 1 is no choice"):
         align(path, settings, stage="refresh-1")
+    assert not (path / "align/generations/1/held-out.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -273,6 +286,8 @@ def test_people_judge_with_prefed_collect(finished, place, tmp_path):
         ({"refresh": {}, "generations": None}, "set generations"),
         ({"refresh": {}, "labels": "judge:utility"}, "remove it or labels = 'judge:utility'"),
         ({"refresh": {}, "labels": "clients"}, "remove it or labels = 'clients'"),
+        ({"labels": "clients", "client_judge": "people:x"}, "which people do not give"),
+        ({"judge": {"taste": "x"}, "client_judge": None}, "requires client_judge or labels = 'judge:NAME'"),
         ({"refresh": {}, "client_judge": "own.judge:J"}, "client_judge = 'own.judge:J'.*does not load"),
     ],
 )
@@ -282,11 +297,30 @@ def test_settings_that_contradict_each_other_are_refused(place, changes, words):
 
 
 def test_a_judge_has_the_taste_of_its_client(finished, place):
-    """So nobody else's can be set, and the clients must be on this machine."""
+    """So nobody else's can be set, and the clients must be on this machine. A refresh is not in epsilon."""
     settings = config(place, refresh={}, judge={"taste": "left"})
     with pytest.raises(AlignError, match=r"leave out \[align.judge\] taste"):
         alignment_of(finished, settings)
-    record = replace(read_run(finished), summary={**read_run(finished).summary, "peer": "left"})
+    record = read_run(finished)
+    private = {"kind": "central", "clip": 0.1, "noise_multiplier": 2.0, "delta": 1e-5}
+    noised = {**record.config, "privacy": private, "merge": {"weights": "uniform"}}
+    noised["method"] = {"name": "fedbis", "lr": 0.02, "local_steps": 2, "batch_size": 4}
+    settings = config(place, refresh={})
+    with pytest.raises(AlignError, match=r"leave out \[privacy\] or \[align.refresh\]"):
+        _alignment(replace(record, config=noised), settings, _Source(finished, settings, Callback()))
+    record = replace(record, summary={**record.summary, "peer": "left"})
     settings = config(place, refresh={})
     with pytest.raises(AlignError, match="the clients of this run are not on this machine"):
         _alignment(record, settings, _Source(finished, settings, Callback()))
+
+
+def test_a_client_whose_taste_judged_takes_the_alignment_with_it(finished, place, tmp_path):
+    """To label again by the taste of a forgotten client would not be the run that never had it."""
+    path = tmp_path / "run"
+    shutil.copytree(finished, path)
+    align(
+        path,
+        config(place, generations=None, labels="judge:liking", client_judge=None, judge={"taste": "left"}),
+    )
+    due = {name: {each.where: each.action for each in plan(path, [name]).descendants} for name in SIGNS}
+    assert (due["left"]["align"], due["right"]["align"]) == ("deleted", "made again")

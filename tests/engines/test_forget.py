@@ -18,7 +18,7 @@ from prefed.align.judge.names import ARGUMENTS
 from prefed.core import files
 from prefed.data import DataError, FederatedDataset
 from prefed.runs import forget as forgetting
-from prefed.runs.copies import record_copy
+from prefed.runs.copies import read_copies, record_copy
 from prefed.runs.finished_run import RunError
 from prefed.runs.forget import forget, plan
 from prefed.runs.labels import JUDGES
@@ -332,6 +332,9 @@ def test_what_is_refused(place, runs, tmp_path, subtests):
     refresh = shutil.copytree(old, tmp_path / "x/align/generations/2/refresh")
     with pytest.raises(RunError, match=f"refresh continues the rounds of {tmp_path}/x: forget there"):
         forget(refresh, ["ann"])
+    record_copy(refresh, "export", tmp_path / "adapter")
+    record_copy(refresh, "page", refresh / "report.html")
+    assert [row["to"] for row in read_copies(tmp_path / "x")] == [str(tmp_path / "adapter")]
     (old / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match=r"notes.txt is not a file of the run"):
         forget(old, ["ann"])

@@ -33,6 +33,8 @@ def test_a_key_that_is_given_takes_the_place_of_another_one(tmp_path):
     assert settled(judged, "tastes=posteriors", "generations=2") == {"tastes": "posteriors", "generations": 2}
     assert settled({**tasting, "lr": 0.1}, "labels=judge:utility") == {**judged, "lr": 0.1}
     assert settled({"labels": "judge:endpoint:m", "judge": {"url": "u"}}, "labels=0") == {"labels": 0}
+    clients = {"generations": 2, "client_judge": "endpoint:m", "judge": {"url": "http://localhost:8000/v1"}}
+    assert settled({**clients, "refresh": {}}, "labels=mean") == {**clients, "refresh": {}, "labels": "mean"}
     assert settled({"taste": "w1"}, "labels=0") == {"taste": "w1", "labels": 0}
     assert settled(tasting, "taste=population") == {**tasting, "taste": None}
     assert settled({"taste": "ghost", "limit": 3}, "taste=", "limit=", "lr=0.1") == {"lr": 0.1}

@@ -42,6 +42,7 @@ ODD = (
     ("rounds.jsonl", '"dropped": []', f'"dropped": {DEEP}', "maximum recursion"),
     ("config.toml", "seed = 1", f"seed = {DEEP}", "recursion"),
     ("checkpoint/COMMIT.json", '"totals": {}', f'"totals": {DEEP}', "recursion"),
+    ("checkpoint/COMMIT.json", '"private": {}', '"private": {"../x": 1}', "state is named by a path"),
 )
 
 

@@ -23,6 +23,7 @@ from prefed.align.policy import AlignError
 from prefed.align.stages import Figures, Stage, append, dumps, rows_in, whole_batches
 from prefed.align.start import own_prompts
 from prefed.align.tastes import LABELS, Generation, at_prompts
+from prefed.config.align import CLIENTS
 from prefed.core import files
 from prefed.core.records import LabelRow
 from prefed.data import Record
@@ -192,7 +193,8 @@ def _judge(
             {"index": pair.prompt, "samples": pair.samples, "scores": column.get(row)}
             for row, pair in enumerate(batch)
         ]
-        append(path, rows)
+        # A column of clients' votes is one client's.
+        append(path, rows, mode=0o600 if alignment.config.labels == CLIENTS else 0o666)
         alignment.callback.on_stage_step(name, number, len(batches), {})
 
 

@@ -22,8 +22,9 @@ from prefed.core import files
 from prefed.data import Record
 from prefed.data.record import parse_prompt, plain_prompt
 
-JUDGED, PAIRS, RESULT = "judged.jsonl", "pairs.jsonl", "refresh.json"
-"""A refresh's verdicts, the pairs of this refresh and earlier ones, and the digest of its selectors."""
+JUDGED, PAIRS, HELD_OUT, RESULT = "judged.jsonl", "pairs.jsonl", "held-out.jsonl", "refresh.json"
+"""A refresh's verdicts, the pairs of this refresh and earlier ones, the pairs of clients that it is evaluated
+on, and the digest of its selectors."""
 
 
 def _work(alignment: Alignment, generation: Generation) -> Figures:
@@ -39,7 +40,9 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     ]
     path = generation.path(alignment, PAIRS)
     if not rows:
-        raise AlignError(f"{path.parent}: no client prefers a completion to another; raise refresh.pairs")
+        raise AlignError(
+            f"{path.parent}: no client prefers a completion to another; raise refresh.pairs or temperature"
+        )
     files.write(path, dumps(rows), mode=0o600)
     last = before[-1].path(alignment, REFRESH) if before else None
     digest = clients.train(path, last, generation.path(alignment, REFRESH))
@@ -134,7 +137,7 @@ def stage(generation: Generation, before: str) -> Stage:
         before: the source of the run's selectors, or the stage of the last refresh.
     """
     outputs = tuple(generation.file(name) for name in (JUDGED, RESULT))
-    parts = tuple(generation.file(name) for name in (PAIRS, REFRESH))
+    parts = tuple(generation.file(name) for name in (PAIRS, HELD_OUT, REFRESH))
     inputs = ("prompts", generation.stage("completions"), "judges", before)
     work = partial(_work, generation=generation)
     return Stage(generation.stage("refresh"), inputs, _settings, outputs, work, parts)

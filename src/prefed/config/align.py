@@ -32,6 +32,7 @@ STEPS = 24
 LABELLERS = ("majority", "mean", "minimum", "adaptive")
 """How all selectors label together; see :func:`prefed.align.labels.leads`."""
 CLIENTS = "clients"
+PEOPLE = "people:"
 """The labeller whose votes are the clients'."""
 
 
@@ -113,7 +114,7 @@ class AlignConfig(StrictModel):
 
     >>> config = AlignConfig(prompts="prompts.jsonl")
     >>> config.prompts.path, config.completions, config.goal().name
-    ('prompts.jsonl', 4, 'rpo')
+    ('prompts.jsonl', 8, 'rpo')
     """
 
     prompts: Source = Field(
@@ -253,7 +254,10 @@ class AlignConfig(StrictModel):
                     "and name that"
                 )
         if self.judge is not None and not self.judges:
-            raise ValueError(f"[align.judge] requires labels = 'judge:NAME', not {self.labels!r}: remove one")
+            raise ValueError(
+                f"[align.judge] requires client_judge or labels = 'judge:NAME', not {self.labels!r}: "
+                "remove one"
+            )
         self._check_clients()
         if self.taste is not None and not self.selectors_label:
             raise ValueError(f"taste requires selectors, but labels = {self.labels!r}: remove one of them")
@@ -282,6 +286,11 @@ class AlignConfig(StrictModel):
             raise ValueError("clients judge completions: name the judge that each of them uses: client_judge")
         if not judging and self.client_judge is not None:
             raise ValueError(f"client_judge requires labels = '{CLIENTS}' or [align.refresh]: remove it")
+        if self.labels == CLIENTS and str(self.client_judge).startswith(PEOPLE):
+            raise ValueError(
+                f"labels = '{CLIENTS}' has votes on every pair of completions, which people do not give: "
+                "let them judge in [align.refresh], or use another client_judge"
+            )
         if self.refresh is None:
             return
         if self.generations is None:
@@ -398,7 +407,7 @@ def _drop_conflicts(table: dict[str, Any], given: Set[str]) -> None:
         dropped |= tasting | labelling
     if judged and "labels" in given:
         dropped |= {"taste"} | tasting
-    if "labels" in (given if not judged else dropped):
+    if "labels" in (given if not judged else dropped) and "client_judge" not in table:
         dropped |= {"judge"}
     for key in dropped - given:
         table.pop(key, None)

@@ -273,6 +273,11 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
     if config.client_judge is not None:
         if record.sites or "peer" in record.summary or experiment.whole_graph is not None:
             raise AlignError(f"{record.path}: client_judge: the clients of this run are not on this machine")
+        if config.refresh is not None and experiment.privacy.kind is not None:
+            raise AlignError(
+                f"{record.path}: [align.refresh] takes further rounds, which epsilon in its summary does not "
+                "count: leave out [privacy] or [align.refresh]"
+            )
         clients = RunClients(source.run, config)
         scorers = {client: clients.scorer(client) for client in clients.names}
         judged = {client: scorer.judge.identity for client, scorer in scorers.items()}

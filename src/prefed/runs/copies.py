@@ -17,6 +17,12 @@ EXPORTS = "exports.jsonl"
 _log = logging.getLogger("prefed")
 
 
+def whole_run(run: Path) -> Path:
+    """Return the run whose alignment continues its rounds in this directory; without one, the directory."""
+    path = run.resolve()
+    return path.parents[3] if path.match("align/generations/*/*") else path
+
+
 def record_copy(
     run: Path,
     what: Literal["export", "push", "page", "plot", "judgement"],
@@ -29,8 +35,8 @@ def record_copy(
         to: a path, or the URL of a commit on the hub.
         about: further keys of the row.
     """
-    where = str(to.resolve()) if isinstance(to, Path) else to
-    if what != "export" and Path(where).is_relative_to(run.resolve()):
+    run, where = whole_run(run), str(to.resolve()) if isinstance(to, Path) else to
+    if what != "export" and Path(where).is_relative_to(run):
         return
     now = datetime.now(UTC).isoformat(timespec="seconds")
     row = json.dumps({"at": now, "what": what, "to": where, **about})

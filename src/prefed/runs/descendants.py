@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from prefed.config import Experiment
+from prefed.config.align import PEOPLE
 from prefed.core import files
 from prefed.runs.align import FOLDER as ALIGN
 from prefed.runs.align import read_settings
@@ -116,6 +117,7 @@ def in_the_run(record: RunRecord, clients: Sequence[str]) -> Iterator[Descendant
                 yield Descendant(f"adapters/{folder.name}", kind, note, files.folder_size(folder))
         elif name == ALIGN:
             yield Descendant(ALIGN, *_alignment(record, clients), size)
+            yield from _choices(record, clients)
         elif name in DELETED:
             yield Descendant(name, "deleted", "repeat the command that wrote it", size)
         else:
@@ -133,11 +135,26 @@ def _alignment(record: RunRecord, clients: Sequence[str]) -> tuple[Action, str]:
         config = read_settings(record)
     except ValueError as error:
         return "deleted", f"it cannot be repeated: {error}"
-    if config.taste in clients:
+    if {config.taste, config.judge and config.judge.taste} & {*clients}:
         return "deleted", "it used the client's taste"
+    if any(name.startswith(PEOPLE) for name in config.judges.values()):
+        return "deleted", "people judge other completions without the client: repeat it with prefed align"
     if config.endpoint is not None or any(name.startswith("endpoint:") for name in config.judges.values()):
         return "deleted", "a server's answers are not reproducible: repeat it with prefed align"
     return "made again", ""
+
+
+def _choices(record: RunRecord, clients: Sequence[str]) -> Iterator[Descendant]:
+    """What the clients were asked and chose in the folder of a judge ``people:FOLDER``."""
+    try:
+        judges = read_settings(record).judges.values()
+    except ValueError:
+        return
+    for judge in (name for name in judges if name.startswith(PEOPLE)):
+        for name in clients:
+            folder = Path(judge.removeprefix(PEOPLE)).expanduser().resolve()
+            for path in sorted(folder.glob(f"{glob.escape(client_file(name))}.*jsonl")):
+                yield Descendant(str(path), "not reached", "completions, and what the client chose")
 
 
 def in_the_sources(run: Path, experiment: Experiment) -> Iterator[Descendant]:

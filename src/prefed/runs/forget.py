@@ -26,10 +26,10 @@ from prefed.data.record import Record, pair_digest
 from prefed.data.sources import ReadCounts, read_records
 from prefed.data.sources.huggingface import looks_like_hub_name
 from prefed.methods import METHODS
-from prefed.runs.align import FOLDER as ALIGN
 from prefed.runs.align import align, read_settings
 from prefed.runs.build import build_data
 from prefed.runs.continued_run import copy_commits
+from prefed.runs.copies import whole_run
 from prefed.runs.descendants import NOISED, Plan, elsewhere, in_the_run, in_the_sources, is_in_memory
 from prefed.runs.disclosure import disclosure
 from prefed.runs.finished_run import RunError, RunRecord, no_client, read_run
@@ -127,8 +127,8 @@ class _Forgetting:
         self.record, self.commit = read_unedited(path)
         self.run = path.resolve()
         self.clients = tuple(sorted(set(clients)))
-        if self.run.match(f"{ALIGN}/generations/*/*"):
-            raise RunError(f"{path} continues the rounds of {self.run.parents[3]}: forget there")
+        if (whole := whole_run(path)) != self.run:
+            raise RunError(f"{path} continues the rounds of {whole}: forget there")
         if self.record.sites or (self.run / "federation.json").exists():
             raise RunError(f"{path} ran over sites, which have to take part: use `prefed forget` with --hub")
         if "peer" in self.record.summary:

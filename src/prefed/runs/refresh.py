@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.align import Selectors
-from prefed.align.refresh import pair_row
+from prefed.align.refresh import HELD_OUT, pair_row
 from prefed.align.stages import dumps
 from prefed.config import AlignConfig, Experiment, JudgeConfig, to_toml
 from prefed.core import files
@@ -22,8 +22,6 @@ from prefed.runs.rounds import finish_rounds
 from prefed.runs.start_or_resume import open_run, settings_digest
 from prefed.store import RunReader
 
-HELD_OUT = "held-out.jsonl"
-"""Pairs of clients that a refresh is evaluated on, next to the judged ones."""
 _KEPT = {"encoding", "template", "today", "max_length", "too_long"}
 """Settings of a run's data that also apply to judged pairs."""
 
@@ -60,9 +58,11 @@ class RunClients:
         """
         record = read_run(before or self.run.record.path)
         commit = replace(RunReader(record.path).commit, best=None)
-        experiment = self._experiment(recorded_experiment(record), commit.round, pairs)
+        held_out = list(self._held_out())
+        files.write(pairs.with_name(HELD_OUT), dumps(held_out), mode=0o600)
+        test = {"test": str(pairs.with_name(HELD_OUT).resolve())} if held_out else {}
+        experiment = self._experiment(recorded_experiment(record), commit.round, pairs, test)
         if not folder.exists():
-            files.write(pairs.with_name(HELD_OUT), dumps(self._held_out()), mode=0o600)
             with prepared_run(folder) as partial:
                 data = build_data(experiment, partial / "cache" / "data").fingerprint
                 files.write(partial / "config.toml", to_toml(experiment).encode())
@@ -82,7 +82,7 @@ class RunClients:
             for row in getattr(dataset.clients[client], job.evaluate.split):
                 yield pair_row(client, dataset.tokens.record(row))
 
-    def _experiment(self, old: Experiment, done: int, pairs: Path) -> Experiment:
+    def _experiment(self, old: Experiment, done: int, pairs: Path, test: Mapping[str, str]) -> Experiment:
         tables = old.tables()
         for table in ("align", "track", "report", "stop", "checkpoint", "evaluate"):
             tables.pop(table, None)
@@ -94,7 +94,7 @@ class RunClients:
             "data": {
                 **kept,
                 "train": str(pairs.resolve()),
-                "test": str(pairs.with_name(HELD_OUT).resolve()),
+                **test,
                 "partition": by_client,
             },
             "evaluate": {"every": 0, "text": 0},

@@ -127,6 +127,8 @@ def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
         _check_format(path, json.loads(data))
         content = files.loads_with_digest(data)
         fields = {name: content[name] for name in ("round", "totals", "fingerprint", "settings", "private")}
+        if any("/" in name or "\\" in name for name in fields["private"]):
+            raise ValueError("a client's state is named by a path")
         return Commit(**fields, digests=Digests(**content["digests"]), best=content.get("best"))
     except FileNotFoundError:
         return None

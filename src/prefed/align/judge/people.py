@@ -71,7 +71,7 @@ class PeopleJudge:
             _pair(each): {"prompt": plain_prompt(each.prompt), "chosen": each.first, "rejected": each.second}
             for each in reversed(asked)
         }
-        files.private_folder(self._questions.parent)
+        self._questions.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in reversed(rows.values()))
         files.write(self._questions, text.encode(), mode=0o600)
         words = ("prefed", "collect", "--from", str(self._questions), "--client", self._name)
