@@ -40,7 +40,7 @@ from prefed.align.tastes import Generation
 from prefed.config.align import align_settings
 from prefed.core import Callback
 from prefed.data import Message, Record
-from prefed.runs.align import _alignment, _Source, align
+from prefed.runs.align import _alignment, _Source, align, read_settings
 from prefed.runs.finished_run import read_run
 from prefed.runs.labels import JUDGES
 from prefed.train.generation import Sampling, write_answers
@@ -83,7 +83,7 @@ def closed(run: Path, arm: str, taste: str, steps: int) -> Path:
 def measured(path: Path, taste: str, asked: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the figures of each generation."""
     record = read_run(path)
-    settings = align_settings(json.loads((path / "align/settings.json").read_text()), [], path)
+    settings = read_settings(record)
     alignment = _alignment(record, settings, _Source(path, settings, Callback()))
     most = json.loads((path / "align/summary.json").read_text())["completions"]["max_new_tokens"]
     how, template, policy = Sampling(max_tokens=most, temperature=0), alignment.template, alignment.policy
@@ -100,7 +100,7 @@ def measured(path: Path, taste: str, asked: Sequence[str]) -> Iterator[dict[str,
             judged += len(list(rows_in(file)))
         if settings.labels == "clients":
             pairs = len(list(rows_in(generation.path(alignment, "scores.jsonl"))))
-            judged += pairs * len(read_run(path).summary["clients"])
+            judged += pairs * len(record.summary["clients"])
         health = text_health(own)
         true, proxy = true_rate(taste, own, base), proxy_rate(alignment, generation, own, base)
         yield {

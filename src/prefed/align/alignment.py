@@ -130,8 +130,9 @@ class Clients(Protocol):
     def names(self) -> Sequence[str]:
         """The clients that train."""
 
-    def scorer(self, client: str) -> Scorer:
-        """Return what a client judges with."""
+    @property
+    def scorers(self) -> Mapping[str, Scorer]:
+        """Client → what it judges with."""
 
     def train(self, pairs: Path, before: Path | None, folder: Path) -> str:
         """Take further rounds on judged pairs, or finish them; return a digest of the result.

@@ -107,9 +107,8 @@ class HeldOutAnswers:
         policy = self._alignment.policy
         end = policy.tokenizer.eos_token_id
         completions = [Completion([*own.tokens], end if own.ended else None) for own in answers]
-        ids = [ids for _, ids in self._asked]
-        before, after = (surprises(policy, ids, completions, each) for each in (None, tensors))
-        return float(np.mean(before) - np.mean(after))
+        after = surprises(policy, [ids for _, ids in self._asked], completions, tensors)
+        return float(np.mean([own.surprise for own in answers]) - np.mean(after))
 
     @cached_property
     def _asked(self) -> list[tuple[str, list[int]]]:

@@ -76,7 +76,7 @@ def _judged(alignment: Alignment, generation: Generation) -> list[dict[str, Any]
         drawn = key.at("client", client).numpy().permutation(len(pairs))[:asked]
         records = records_of([pairs[place] for place in drawn], prompts)
         try:
-            usable, scores = clients.scorer(client).scores(records)
+            usable, scores = clients.scorers[client].scores(records)
         except WaitingError as error:
             # The others are asked, too.
             waiting.append(str(error))

@@ -92,19 +92,20 @@ def _keep_best(alignment: Alignment) -> Figures:
     """
     generations = [Generation(number) for number in range(1, count_of(alignment.config) + 1)]
     epochs: list[dict[str, Any]] = []
-    checkpoints, scorer = [], generations[-1].scorer(alignment)
+    checkpoints, written, scorer = list[Path](), list[Path](), generations[-1].scorer(alignment)
     for generation in generations:
         _, _, history = read_state(generation.path(alignment, STATE), generation.stage("train"))
         for figures in history:
             del figures["digest"]
             path = alignment.folder / training.checkpoint(generation, figures["epoch"])
+            answers = path.with_name(training.answers_file(figures["epoch"]))
             if alignment.config.refresh is not None and figures["win_rate"] is not None:
                 # Win rates by several labellers are not comparable.
-                answers = list(rows_in(path.with_name(training.answers_file(figures["epoch"]))))
-                figures["win_rate"] = win_rate(alignment, scorer, answers)
+                figures["win_rate"] = win_rate(alignment, scorer, list(rows_in(answers)))
             checkpoints.append(path)
             epochs.append({**figures, "epoch": len(checkpoints), "generation": generation.number})
-    _write_answers(alignment, generations)
+        written.append(answers)
+    _write_answers(alignment, written)
     best = training.kept_epoch(epochs, alignment.callback)
     backbone, folder = alignment.policy, alignment.folder
     tensors = policy.read_policy(backbone, checkpoints[best - 1])
@@ -123,15 +124,16 @@ def _keep_best(alignment: Alignment) -> Figures:
     return {"epochs": epochs, "kept": best}
 
 
-def _write_answers(alignment: Alignment, generations: Sequence[Generation]) -> None:
-    """Write the answers of the initial policy and of each generation to the first held-out prompts."""
+def _write_answers(alignment: Alignment, written: Sequence[Path]) -> None:
+    """Write the answers of the initial policy and of each generation to the first held-out prompts.
+
+    Args:
+        written: the file with the answers of each generation's last epoch; missing without held-out prompts.
+    """
     prompts, texts = own_prompts(alignment), defaultdict[int, list[str]](list)
-    for generation in generations:
-        _, _, history = read_state(generation.path(alignment, STATE), generation.stage("train"))
-        path = alignment.folder / training.checkpoint(generation, history[-1]["epoch"])
-        answers = path.with_name(training.answers_file(history[-1]["epoch"]))
+    for answers in written:
         for row in islice(rows_in(answers), SHOWN) if answers.exists() else ():
-            if generation is generations[0]:
+            if answers == written[0]:
                 texts[row["prompt"]].append(row["initial"])
             texts[row["prompt"]].append(row["answer"])
     rows = ({"prompt": plain_prompt(prompts[k].prompt), "answers": own} for k, own in texts.items())

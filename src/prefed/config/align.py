@@ -32,8 +32,9 @@ STEPS = 24
 LABELLERS = ("majority", "mean", "minimum", "adaptive")
 """How all selectors label together; see :func:`prefed.align.labels.leads`."""
 CLIENTS = "clients"
-PEOPLE = "people:"
 """The labeller whose votes are the clients'."""
+PEOPLE = "people:"
+"""How the name of a judge begins that looks up what people chose."""
 
 
 URL = "https://api.openai.com/v1"
@@ -304,6 +305,11 @@ class AlignConfig(StrictModel):
         """Key → name of each judge."""
         named = {"labels": self.judge_name, "client_judge": self.client_judge}
         return {key: name for key, name in named.items() if name}
+
+    @property
+    def judge_options(self) -> JudgeConfig:
+        """The settings of the judges, given or default."""
+        return self.judge or JudgeConfig()
 
     @property
     def selectors_label(self) -> bool:

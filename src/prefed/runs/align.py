@@ -25,7 +25,7 @@ from prefed.align.judge.questions import get_template
 from prefed.align.run import SETTINGS, SUMMARY
 from prefed.align.tastes import check_known
 from prefed.config import AlignConfig, Experiment
-from prefed.config.align import CLIENTS, JudgeConfig, align_settings
+from prefed.config.align import CLIENTS, align_settings
 from prefed.core import Callback, Callbacks, files
 from prefed.core.proxies import through
 from prefed.core.text import did_you_mean, listed, pluralize
@@ -124,7 +124,7 @@ def check_judge(config: AlignConfig) -> None:
     for key, name in config.judges.items():
         try:
             kind, argument = split_name(name)
-            options = _judge_options(config)
+            options = config.judge_options
             get_template(options.template, options.prefix)
             if key == "client_judge" and options.taste != MEAN:
                 raise ValueError("each client judges with its own taste: leave out [align.judge] taste")
@@ -152,12 +152,8 @@ def _servers(config: AlignConfig) -> dict[str, str]:
     """Setting → URL of each server that an alignment uses."""
     servers = {} if config.endpoint is None else {"align.endpoint.url": config.endpoint.url}
     if any(name.startswith("endpoint:") for name in config.judges.values()):
-        servers["align.judge.url"] = _judge_options(config).url
+        servers["align.judge.url"] = config.judge_options.url
     return servers
-
-
-def _judge_options(config: AlignConfig) -> JudgeConfig:
-    return config.judge or JudgeConfig()
 
 
 def check_named_tastes(experiment: Experiment, job: Job) -> None:
@@ -268,7 +264,7 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
     origin: Any = [commit.digests.server, commit.fingerprint["model"], asked]
     judged: dict[str, Any] = {}
     if name is not None:
-        own = make_judge(name, _judge_options(config), source.run)
+        own = make_judge(name, config.judge_options, source.run)
         judge, origin = JudgeLabels(own), own.identity
     if config.client_judge is not None:
         if record.sites or "peer" in record.summary or experiment.whole_graph is not None:
@@ -279,10 +275,9 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
                 "count: leave out [privacy] or [align.refresh]"
             )
         clients = RunClients(source.run, config)
-        scorers = {client: clients.scorer(client) for client in clients.names}
-        judged = {client: scorer.judge.identity for client, scorer in scorers.items()}
+        judged = {client: scorer.judge.identity for client, scorer in clients.scorers.items()}
         if config.labels == CLIENTS:
-            judge, origin = ClientVotes([*scorers.values()]), judged
+            judge, origin = ClientVotes([*clients.scorers.values()]), judged
     return Alignment(
         folder=record.path / FOLDER,
         config=config,

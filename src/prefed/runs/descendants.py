@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from prefed.align.judge.people import files_of
 from prefed.config import Experiment
 from prefed.config.align import PEOPLE
 from prefed.core import files
@@ -151,10 +152,9 @@ def _choices(record: RunRecord, clients: Sequence[str]) -> Iterator[Descendant]:
     except ValueError:
         return
     for judge in (name for name in judges if name.startswith(PEOPLE)):
-        for name in clients:
-            folder = Path(judge.removeprefix(PEOPLE)).expanduser().resolve()
-            for path in sorted(folder.glob(f"{glob.escape(client_file(name))}.*jsonl")):
-                yield Descendant(str(path), "not reached", "completions, and what the client chose")
+        for path in (file for name in clients for file in files_of(judge.removeprefix(PEOPLE), name)):
+            if path.exists():
+                yield Descendant(str(path.resolve()), "not reached", "completions, and what the client chose")
 
 
 def in_the_sources(run: Path, experiment: Experiment) -> Iterator[Descendant]:

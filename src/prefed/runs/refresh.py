@@ -11,7 +11,7 @@ from typing import Any
 from prefed.align import Selectors
 from prefed.align.refresh import HELD_OUT, pair_row
 from prefed.align.stages import dumps
-from prefed.config import AlignConfig, Experiment, JudgeConfig, to_toml
+from prefed.config import AlignConfig, Experiment, to_toml
 from prefed.core import files
 from prefed.runs.build import build_data, build_job
 from prefed.runs.continued_run import copy_commits, prepared_run
@@ -42,11 +42,13 @@ class RunClients:
         """The clients that train."""
         return self.run.job.members
 
-    def scorer(self, client: str) -> JudgeLabels:
-        """Return the judge of a client, with the client's taste."""
-        assert self.config.client_judge is not None
-        options = (self.config.judge or JudgeConfig()).model_copy(update={"taste": client})
-        return JudgeLabels(make_judge(self.config.client_judge, options, self.run))
+    @cached_property
+    def scorers(self) -> Mapping[str, JudgeLabels]:
+        """Client → its judge, with the client's taste."""
+        name, options = self.config.client_judge, self.config.judge_options
+        assert name is not None
+        tastes = {client: options.model_copy(update={"taste": client}) for client in self.names}
+        return {client: JudgeLabels(make_judge(name, own, self.run)) for client, own in tastes.items()}
 
     def train(self, pairs: Path, before: Path | None, folder: Path) -> str:
         """Continue the run, or an earlier refresh, on judged pairs; see :class:`prefed.align.Clients`.
@@ -58,10 +60,9 @@ class RunClients:
         """
         record = read_run(before or self.run.record.path)
         commit = replace(RunReader(record.path).commit, best=None)
-        held_out = list(self._held_out())
-        files.write(pairs.with_name(HELD_OUT), dumps(held_out), mode=0o600)
-        test = {"test": str(pairs.with_name(HELD_OUT).resolve())} if held_out else {}
-        experiment = self._experiment(recorded_experiment(record), commit.round, pairs, test)
+        if not folder.exists():
+            files.write(pairs.with_name(HELD_OUT), dumps(self._held_out()), mode=0o600)
+        experiment = self._experiment(recorded_experiment(record), commit.round, pairs)
         if not folder.exists():
             with prepared_run(folder) as partial:
                 data = build_data(experiment, partial / "cache" / "data").fingerprint
@@ -82,19 +83,19 @@ class RunClients:
             for row in getattr(dataset.clients[client], job.evaluate.split):
                 yield pair_row(client, dataset.tokens.record(row))
 
-    def _experiment(self, old: Experiment, done: int, pairs: Path, test: Mapping[str, str]) -> Experiment:
+    def _experiment(self, old: Experiment, done: int, pairs: Path) -> Experiment:
         tables = old.tables()
         for table in ("align", "track", "report", "stop", "checkpoint", "evaluate"):
             tables.pop(table, None)
         assert self.config.refresh is not None
         kept = {name: value for name, value in tables["data"].items() if name in _KEPT}
-        by_client = {"by": "column", "column": "client"}
+        by_client, held_out = {"by": "column", "column": "client"}, pairs.with_name(HELD_OUT)
         tables |= {
             "rounds": done + self.config.refresh.rounds,
             "data": {
                 **kept,
                 "train": str(pairs.resolve()),
-                **test,
+                **({"test": str(held_out.resolve())} if held_out.stat().st_size else {}),
                 "partition": by_client,
             },
             "evaluate": {"every": 0, "text": 0},

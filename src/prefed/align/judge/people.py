@@ -19,6 +19,12 @@ class WaitingError(JudgeError):
     """A person has not judged yet."""
 
 
+def files_of(folder: str, name: str) -> tuple[Path, Path]:
+    """Return the files with what a person chose, and with what it is asked."""
+    place, name = Path(folder).expanduser(), client_file(name)
+    return place / f"{name}.jsonl", place / f"{name}.questions.jsonl"
+
+
 class PeopleJudge:
     """Looks up what the person who is named by ``taste`` chose; other pairs have no verdict.
 
@@ -30,9 +36,8 @@ class PeopleJudge:
     """
 
     def __init__(self, folder: str, options: JudgeOptions) -> None:
-        self._name, name = options.taste, client_file(options.taste)
-        self._choices = Path(folder).expanduser() / f"{name}.jsonl"
-        self._questions = self._choices.with_name(f"{name}.questions.jsonl")
+        self._name = options.taste
+        self._choices, self._questions = files_of(folder, options.taste)
         self.identity: Mapping[str, Any] = {"people": folder, "name": options.taste}
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
