@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import statistics
 import subprocess
@@ -205,6 +206,80 @@ def test_a_rate_that_breaks_text_is_not_selected_unless_all_do(tmp_path, broken,
     head, _, _, line = (tmp_path / "toy.md").read_text().splitlines()
     place = head.split(" | ").index("healthy text")
     assert line.split(" | ")[place] == whole
+
+
+SEPARATE = """\
+fedper.set.method = { name = "fedper", personal_lr = "{lr}" }
+fedper.separate = ["personal_lr"]
+"""
+
+
+def separate_cells(folder, row=SEPARATE):
+    """The cells of a table with a row whose personal rate is selected after the shared one."""
+    toy_cells(folder)
+    path = folder / "toy.toml"
+    path.write_text(path.read_text().partition("[rows]")[0] + "[rows]\n" + row)
+    return sweep_cells(path, folder)
+
+
+class TwoRates(Toy):
+    """Best at a learning rate of 3e-3 and, given any, at a personal rate of 0.027."""
+
+    async def __call__(self, run):
+        personal = run.experiment.method.settings.personal_lr
+        self.figure = lambda lr, seed: 0.8 - 0.1 * (lr != 3e-3) - 0.01 * abs(math.log(personal / 0.027))
+        await super().__call__(run)
+
+
+def test_separate_rates_are_selected_one_after_the_other(tmp_path):
+    """The personal rate follows the learning rate, 3e-3, then 1e-3, 9e-3 (three times lower and higher) and,
+    while the best is the highest, 2.7e-2 rounded to 3e-2 and (3e-2)² / 9e-3 = 0.1, which is worse."""
+    toy, cells = TwoRates(None), separate_cells(tmp_path)
+    _, lines = make(toy, cells)
+    first = [f"fedper-lr{lr}-seed1" for lr in ("0.001", "0.003", "0.009")]
+    personal = [f"fedper-lr0.003-personal_lr{lr}-seed1" for lr in ("0.001", "0.009", "0.03", "0.1")]
+    best = [f"fedper-lr0.003-personal_lr0.03-seed{seed} test" for seed in (1, 2, 3)]
+    assert toy.calls == [*first, *personal, *best]
+    assert lines[0] == "1 cell, 5 runs or more, 0 already finished"
+    (row,) = json.loads((tmp_path / "toy.json").read_text())
+    assert (row["lr"], list(row["validation"])) == (3e-3, ["0.001", "0.003", "0.009"])
+    assert row["separate"]["personal_lr"]["value"] == 0.03
+    assert list(row["separate"]["personal_lr"]["validation"]) == ["0.001", "0.003", "0.009", "0.03", "0.1"]
+    assert rate(row) == ("3e-3, personal_lr 3e-2", "1e-3 to 9e-3, personal_lr 1e-3 to 0.1")
+    toy.calls.clear()
+    make(toy, cells)
+    assert toy.calls == []
+
+
+def test_a_separate_rate_that_stays_needs_no_further_run_of_its_own(tmp_path):
+    row = SEPARATE.replace('"{lr}"', "0.03")
+    make(toy := TwoRates(None), separate_cells(tmp_path, row))
+    assert toy.calls[-3:] == [f"fedper-lr0.003-seed{seed} test" for seed in (1, 2, 3)]
+    assert toy.calls[3:-3] == [f"fedper-lr0.003-personal_lr{lr}-seed1" for lr in ("0.01", "0.09")]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            SEPARATE.replace('["personal_lr"]', '["personal_rl"]'),
+            r"method\.personal_rl is no setting.*personal_lr",
+        ),
+        (
+            'fedsdg.set.method.name = "fedsdg"\nfedsdg.separate = ["personal_lr"]',
+            r"'fedsdg' has separate.*method\.personal_lr is None: set it to a positive number",
+        ),
+    ],
+)
+def test_a_separate_rate_that_does_not_exist_or_has_no_value_is_refused(tmp_path, row, message):
+    with pytest.raises(ConfigError, match=message):
+        check_cells(separate_cells(tmp_path, row))
+
+
+def test_an_override_of_a_separate_rate_is_refused(tmp_path):
+    separate_cells(tmp_path)
+    with pytest.raises(ConfigError, match=r"method\.personal_lr is set by the sweep"):
+        check_cells(sweep_cells(tmp_path / "toy.toml", tmp_path, ["method.personal_lr=0.1"]))
 
 
 def test_a_table_takes_up_what_is_finished(tmp_path):

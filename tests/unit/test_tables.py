@@ -217,7 +217,7 @@ def test_the_readmes_name_files_and_cells_that_are_there():
 
 def settings_of(cell):
     """The method of a cell's run, with its settings."""
-    return cell.run_of(42, 1e-3).experiment.method
+    return cell.run_of(42, {"lr": 1e-3}).experiment.method
 
 
 def test_every_experiment_file_loads(subtests):
@@ -246,7 +246,7 @@ def test_every_cell_of_every_table_is_a_valid_experiment():
             assert each.table.seeds == [42, 43, 44]
             assert each.table.further >= 4
             for lr in each.definition.rates:
-                run = each.run_of(42, lr)
+                run = each.run_of(42, {"lr": lr})
                 experiment = run.experiment
                 assert isinstance(experiment, Experiment)
                 assert (experiment.method.settings.lr, experiment.seed) == (lr, 42)

@@ -42,6 +42,11 @@ class Row(StrictModel):
     sets: list[str] = Field([], description="names of sets, each overriding the base and the sets before it")
     set: dict[str, Any] = Field({}, description="settings that override the base, the column and the sets")
     rates: list[float] = Field([], description="learning rates of this row; default: the table's")
+    separate: list[str] = Field(
+        [],
+        description="further rates of the method, e.g. `personal_lr`, selected one after the other once "
+        "`lr` is, each from its own value and the values three times lower and higher",
+    )
     paper: Printed | dict[str, Printed] = Field(
         {}, description="the paper's value; in a table with columns: one for each column"
     )
@@ -75,7 +80,9 @@ class Table(StrictModel):
     rates: list[float] = Field(
         [], description="learning rates to try on validation pairs; default: each cell's own rate"
     )
-    further: int = Field(0, ge=0, description="how many further rates may be tried beyond either end")
+    further: int = Field(
+        0, ge=0, description="how many further values of each rate may be tried beyond those given"
+    )
 
     @field_validator("rows", "columns")
     @classmethod
@@ -143,7 +150,8 @@ class Table(StrictModel):
                     clients = clients.get(column, {})
                 paper = row.paper if isinstance(row.paper, str) else row.paper.get(column, "")
                 rates = tuple(row.rates or self.rates)
-                cells[name] = Cell(name, text, path, reduce(_merge, parts), rates, paper, clients)
+                tree, separate = reduce(_merge, parts), tuple(row.separate)
+                cells[name] = Cell(name, text, path, tree, rates, separate, paper, clients)
         return cells
 
 
@@ -156,6 +164,7 @@ class Cell:
         path: the file of the table.
         tree: nested tables of the experiment.
         rates: learning rates to select from; empty for the experiment's own rate.
+        separate: keys of ``[method]`` that are selected after the learning rate, in this order.
         paper: the paper's value, or ``""``.
         clients: the paper's value for each client.
         grid: overrides the experiment.
@@ -166,6 +175,7 @@ class Cell:
     path: Path
     tree: Mapping[str, Any]
     rates: tuple[float, ...]
+    separate: tuple[str, ...]
     paper: str
     clients: Mapping[str, Any]
     grid: Combination | None = None

@@ -11,16 +11,40 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
 
 from prefed.config import ConfigError, Experiment
 from prefed.config.experiment_table import Cell, Combination, Judge, Table, grid_table, load_table
-from prefed.core.text import pluralize
+from prefed.core.text import did_you_mean, pluralize
 from prefed.data import DataConfig, DataError
 from prefed.runs.sweep_child import NEWCOMERS, CommandError, SweepRun, commits, run_in_process
 from prefed.train.metrics import COMPARED_METRICS
 
 T = TypeVar("T")
+Rates: TypeAlias = Mapping[str, float]
+"""Key of ``[method]`` → value: ``lr``, then the separate rates that differ from the row's own."""
+NO_RATES: Rates = MappingProxyType({})
+
+
+@dataclass
+class Tried:
+    """The values of one rate that were tried with the first seed.
+
+    Attributes:
+        validation: value → metric on validation pairs.
+        broken: the values that break text.
+        rates: value → all rates of its run.
+    """
+
+    validation: dict[float, float] = field(default_factory=dict)
+    broken: set[float] = field(default_factory=set)
+    rates: dict[float, Rates] = field(default_factory=dict)
+
+    @property
+    def best(self) -> float:
+        """The best value."""
+        return _best(self.validation, self.broken)
 
 
 @dataclass(frozen=True)
@@ -28,7 +52,8 @@ class SweepCell:
     """A cell of a table, and the folder of its runs.
 
     Attributes:
-        folder: runs are in ``FOLDER/CELL-lrRATE-seedSEED``; without ``-lrRATE`` if no rate is selected.
+        folder: runs are in ``FOLDER/CELL-lrRATE-seedSEED``; without ``-lrRATE`` if no rate is selected, and
+            with ``-KEYRATE`` for each separate rate that is not the row's own.
         overrides: ``KEY=VALUE`` for every run.
         validation: evaluate on validation pairs, to select one of several cells.
     """
@@ -50,17 +75,16 @@ class SweepCell:
         assert self.definition.grid is not None
         return self.definition.grid
 
-    def run_of(self, seed: int, lr: float | None = None, *, test: bool = False) -> SweepRun:
-        """Return the run with this seed, and with this learning rate if one is selected.
+    def run_of(self, seed: int, rates: Rates = NO_RATES, *, test: bool = False) -> SweepRun:
+        """Return the run with this seed, and with these rates if any is selected.
 
         Raises:
             ConfigError: its settings are not valid.
         """
-        name, first, last = self.definition.name, "engine.threads=1", [f"seed={seed}"]
-        if lr is not None:
-            last.append(f"method.lr={lr!r}")
-            name += f"-lr{lr:g}"
-        if lr is not None or self.validation:
+        first, last = "engine.threads=1", [f"seed={seed}"]
+        name = "".join([self.definition.name, *(f"-{key}{value:g}" for key, value in rates.items())])
+        last += [f"method.{key}={value!r}" for key, value in rates.items()]
+        if rates or self.validation:
             last.append("evaluate.split=validation")
         experiment = self.definition.experiment(first, *self.overrides, *last, own=(first, *last))
         return SweepRun(experiment, self.folder / f"{name}-seed{seed}", test)
@@ -68,37 +92,60 @@ class SweepCell:
     def planned(self) -> list[SweepRun]:
         """Return the initial runs: each rate with the first seed, or every seed if there are no rates."""
         first, rates = self.table.seeds[0], dict.fromkeys(self.definition.rates)
-        return [self.run_of(first, lr) for lr in rates] or [self.run_of(seed) for seed in self.table.seeds]
+        runs = [self.run_of(first, {"lr": lr}) for lr in rates]
+        return runs or [self.run_of(seed) for seed in self.table.seeds]
+
+    def own_value(self, key: str, rates: Rates) -> float:
+        """Return the row's value of a separate rate, given the rates selected before it.
+
+        Raises:
+            ConfigError: the method has no such setting, or it has no number.
+        """
+        settings, value = self.run_of(self.table.seeds[0], rates).experiment.method.settings, None
+        if key in (known := type(settings).model_fields):
+            value = getattr(settings, key)
+        if isinstance(value, int | float) and value > 0:
+            return float(value)
+        raise ConfigError(
+            f"{self.definition.path}: {self.definition.name!r} has separate = [{key!r}], but method.{key} is "
+            + (f"{value!r}: set it to a positive number" if key in known else "no setting of its method")
+            + did_you_mean(key, known)
+        )
 
     def count(self) -> tuple[int, int]:
-        """Return the number of runs, without rates beyond those of the table, and of finished runs."""
+        """Return the number of runs, without those of further and separate rates, and of finished runs."""
         first, *others = self.table.seeds
-        rates: list[float | None] = [*dict.fromkeys(self.definition.rates)] or [None]
+        rates: list[Rates] = [{"lr": lr} for lr in dict.fromkeys(self.definition.rates)] or [NO_RATES]
         finished = sum(self.run_of(first, lr).finished for lr in rates)
         finished += sum(any(self.run_of(seed, lr).finished for lr in rates) for seed in others)
         return len(rates) + len(others), finished
 
-    def best_rate_outcome(
-        self, validation: Mapping[float, float], broken: Collection[float] = ()
-    ) -> dict[str, Any]:
-        """Return the row of a cell with a selected rate, once the runs of the best rate are evaluated.
+    def best_rate_outcome(self, rates: Rates, tried: Mapping[str, Tried]) -> dict[str, Any]:
+        """Return the row of a cell with selected rates, once the runs of the best rates are evaluated.
 
         Args:
-            validation: rate → metric on validation pairs.
-            broken: the rates that break text.
+            rates: those of the best run.
+            tried: each rate that was selected, in order.
         """
-        lr, seeds = _best(validation, broken), self.table.seeds
-        runs = [self.run_of(seed, lr) for seed in seeds]
-        outcome = {**self._about(), "lr": lr, "validation": dict(sorted(validation.items()))}
+        first, *separate = (
+            {"lr" if key == "lr" else "value": each.best, "validation": dict(sorted(each.validation.items()))}
+            for key, each in tried.items()
+        )
+        seeds = self.table.seeds
+        runs = [self.run_of(seed, rates) for seed in seeds]
+        outcome = {**self._about(), **first}
+        if separate:
+            outcome["separate"] = dict(zip(self.definition.separate, separate, strict=True))
         if texts := [run.summary["text"] for run in runs if "text" in run.summary]:
-            outcome |= {"health": texts, "broken": sorted(broken)}
+            outcome |= {"health": texts, "broken": sorted(tried["lr"].broken)}
         tests = [run.figures or {} for run in runs]
         for name in (*COMPARED_METRICS, NEWCOMERS):
             for figure in ("mean", "worst"):
                 outcome[f"{name}.{figure}"] = [test[name][figure] for test in tests if name in test]
         outcome["bytes"] = [_sent(run) for run in runs]
         outcome["seconds"] = [run.summary["seconds"] for run in runs]
-        outcome["commits"] = commits_of([*runs, *(self.run_of(seeds[0], rate) for rate in validation)])
+        all_rates = [rates for each in tried.values() for rates in each.rates.values()]
+        outcome["commits"] = commits_of([*runs, *(self.run_of(seeds[0], rates) for rates in all_rates)])
         return outcome
 
     def own_rate_outcome(self) -> dict[str, Any]:
@@ -302,7 +349,13 @@ class Sweep:
         """
         counts = [cell.count() for cell in cells]
         runs, finished = (sum(each) for each in zip(*counts, strict=True))
-        further = " or more" if any(cell.definition.rates and cell.table.further for cell in cells) else ""
+        further = (
+            " or more"
+            if any(
+                cell.definition.rates and (cell.table.further or cell.definition.separate) for cell in cells
+            )
+            else ""
+        )
         listed = (pluralize(len(cells), "cell", "cells"), pluralize(runs, "run", "runs") + further)
         self.report(f"{', '.join(listed)}, {finished} already finished")
         slots, count = asyncio.Semaphore(self.jobs), 0
@@ -321,34 +374,51 @@ class Sweep:
                 group.create_task(one(cell))
 
     async def _cell(self, cell: SweepCell) -> dict[str, Any]:
-        async def all_seeds(lr: float | None) -> None:
+        async def all_seeds(rates: Rates) -> None:
             async with asyncio.TaskGroup() as group:
                 for seed in cell.table.seeds:
-                    run = cell.run_of(seed, lr, test=lr is not None)
+                    run = cell.run_of(seed, rates, test=bool(rates))
                     group.create_task(self._run(run, cell.folder))
 
-        rates = cell.definition.rates
-        if not rates:
-            await all_seeds(None)
+        if not cell.definition.rates:
+            await all_seeds(NO_RATES)
             return cell.own_rate_outcome()
-        validation, broken = dict[float, float](), set[float]()
+        best, tried = NO_RATES, dict[str, Tried]()
+        for key in ("lr", *cell.definition.separate):
+            tried[key] = await self._try(cell, best, key)
+            best = tried[key].rates[tried[key].best]
+        await all_seeds(best)
+        return cell.best_rate_outcome(best, tried)
 
-        async def try_rate(lr: float) -> None:
-            run = cell.run_of(cell.table.seeds[0], lr)
+    async def _try(self, cell: SweepCell, rates: Rates, key: str) -> Tried:
+        """Try values of one rate, given those selected before it, until the best lies inside or at most
+        ``further`` were tried.
+        """
+        values, own = cell.definition.rates, None
+        if key != "lr":
+            own = cell.own_value(key, rates)
+            values = (float(f"{own / 3:.2g}"), own, float(f"{own * 3:.2g}"))
+        tried = Tried()
+
+        async def one(value: float) -> None:
+            # The row's own value has run, without a name of its own.
+            these = {**rates, key: value} if value != own else {**rates}
+            run = cell.run_of(cell.table.seeds[0], these)
             await self._run(run, cell.folder)
-            validation[lr] = float(run.summary[cell.table.judge]["mean"])
+            tried.rates[value] = these
+            tried.validation[value] = judged = float(run.summary[cell.table.judge]["mean"])
             if run.breaks_text:
-                broken.add(lr)
-            breaks = ", but its text is broken" if lr in broken else ""
-            self.report(f"{cell.name} lr {lr:g}: validation {validation[lr]:.3f}{breaks}")
+                tried.broken.add(value)
+            breaks = ", but its text is broken" if value in tried.broken else ""
+            self.report(f"{cell.name} {key} {value:g}: validation {judged:.3f}{breaks}")
 
         async with asyncio.TaskGroup() as group:
-            for lr in dict.fromkeys(rates):
-                group.create_task(try_rate(lr))
-        while (further := next_rate(validation, len(set(rates)) + cell.table.further, broken)) is not None:
-            await try_rate(further)
-        await all_seeds(_best(validation, broken))
-        return cell.best_rate_outcome(validation, broken)
+            for value in dict.fromkeys(values):
+                group.create_task(one(value))
+        most = len(set(values)) + cell.table.further
+        while (further := next_rate(tried.validation, most, tried.broken)) is not None:
+            await one(further)
+        return tried
 
     async def grid(self, cells: Sequence[SweepCell]) -> list[Chosen]:
         """Run every combination with every seed, select the best and evaluate it on test pairs.
@@ -428,6 +498,8 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
     missing: dict[str, str] = {}
     for cell, runs in planned:
         _check_overrides(cell)
+        for key in cell.definition.separate:
+            cell.own_value(key, NO_RATES)
         path = cell.definition.path
         for name in missing_paths(runs[0].experiment, path.parent):
             where = str(path) if cell.definition.grid is not None else f"{path}, cell {cell.definition.name}"
@@ -454,7 +526,8 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
 
 def _check_overrides(cell: SweepCell) -> None:
     sets = {"seed"}
-    sets |= {"method.lr", "evaluate.split"} if cell.definition.rates else set()
+    if cell.definition.rates:
+        sets |= {"evaluate.split", *(f"method.{key}" for key in ("lr", *cell.definition.separate))}
     sets |= {"evaluate.split"} if cell.validation else set()
     for override in cell.overrides:
         key = override.partition("=")[0].strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -15,6 +16,11 @@ from prefed.runs.sweep_child import NEWCOMERS
 from prefed.train.metrics import seed_interval
 from prefed.ui.pages.sweep import HEALTHY, Outcome, healthy_texts, rate, sent
 from prefed.ui.pages.tables import Row, Table, markdown
+
+NOTE = (
+    "†: by the other accuracy, the order of this policy and another is reversed, with intervals that do not "
+    "overlap in either. "
+)
 
 
 def add(out: Path, cell: SweepCell, outcome: Outcome) -> None:
@@ -49,15 +55,21 @@ def _page(tasks: Mapping[str, Any]) -> str:
         "# Leaderboard\n",
         "The first metric of each task's table below, as a mean over seeds:\n",
         markdown(Table("", ["method", *tasks, "MB sent"], overview)),
-        "The tables below add 95% intervals (Student's t). A learning rate with ≤ or ≥ is at an end of those "
-        "tried. `leaderboard.json` has the rates tried, the other metrics and each seed's values.\n",
+        "The tables below add 95% intervals (Student's t) and a second accuracy. A learning rate with ≤ or ≥ "
+        "is at an end of those tried. `leaderboard.json` has the rates tried, the other metrics and each "
+        "seed's values.\n",
     ]
     for name, task in tasks.items():
         commits = sorted({commit for each in task["methods"].values() for commit in each.get("commits", [])})
-        parts += [f"## {name}\n\n{task['title']}. Commits: {', '.join(commits)}.\n", markdown(_table(task))]
+        parts += [f"## {name}\n\n{task['title']}. Commits: {', '.join(commits)}.\n", *_tables(task)]
         if refused := _refused(task):
             parts.append("".join(f"- {texts}: – ({reason})\n" for texts, reason in refused))
     return "\n".join(parts)
+
+
+def _tables(task: Mapping[str, Any]) -> list[str]:
+    table, note = _table(task)
+    return [markdown(table), *([note] if note else [])]
 
 
 def _refused(task: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -109,14 +121,51 @@ def _sent(tasks: Mapping[str, Any], name: str) -> str:
     return " to ".join(dict.fromkeys([values[0], values[-1]])) if values else "–"
 
 
-def _table(task: Mapping[str, Any]) -> Table:
-    """The finished methods of a task, the best first."""
+def _reversed(rows: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[bool]:
+    """Whether two metrics order a policy and another oppositely, with intervals that do not overlap.
+
+    A selector's two metrics are one and the same, and are not compared with a policy's.
+
+    Args:
+        rows: values of both metrics over seeds, the best by the first metric first.
+
+    >>> _reversed([((0.9, 0.9), (0.3, 0.3)), ((0.8, 0.8), (0.5, 0.5)), ((0.7, 0.7), (0.7, 0.7))])
+    [True, True, False]
+    """
+    found: list[tuple[int, tuple[float, float], tuple[float, float]]] = []
+    for place, (first, second) in enumerate(rows):
+        leading, other = seed_interval(first, within=(0, 1)), seed_interval(second, within=(0, 1))
+        if first != second and leading and other:
+            found.append((place, leading, other))
+    marked = {
+        place
+        for ahead, behind in itertools.combinations(found, 2)
+        if ahead[1][0] > behind[1][1] and ahead[2][1] < behind[2][0]
+        for place in (ahead[0], behind[0])
+    }
+    return [place in marked for place in range(len(rows))]
+
+
+def _table(task: Mapping[str, Any]) -> tuple[Table, str]:
+    """The finished methods of a task, the best first, and a note on their second metric."""
     leading = _leading(task)
+    second = "preference_accuracy" if leading == "reward_accuracy" else "reward_accuracy"
     finished = [each for each in task["methods"].values() if each.get(f"{leading}.mean")]
     finished.sort(key=lambda each: -statistics.fmean(each[f"{leading}.mean"]))
     text = [HEALTHY] if any("health" in each for each in finished) else []
+    opposed = _reversed([(each[f"{leading}.mean"], each.get(f"{second}.mean") or ()) for each in finished])
     rows: list[Row] = []
-    for each in finished:
-        cells = [with_interval(each[f"{leading}.mean"]), f"{statistics.fmean(each[f'{leading}.worst']):.3f}"]
+    for each, mark in zip(finished, opposed, strict=True):
+        cells = [with_interval(each[f"{leading}.mean"])]
+        cells.append(with_interval(values) + " †" * mark if (values := each.get(f"{second}.mean")) else "")
+        cells.append(f"{statistics.fmean(each[f'{leading}.worst']):.3f}")
         rows.append((each["text"], [*cells, rate(each)[0], *(healthy_texts(each) for _ in text)]))
-    return Table("", ["method", leading.replace("_", " "), "worst client", "learning rate", *text], rows)
+    head = ["method", leading.replace("_", " "), second.replace("_", " "), "worst client", "learning rate"]
+    return Table("", [*head, *text], rows), NOTE * any(opposed) + _base(finished)
+
+
+def _base(finished: Sequence[Outcome]) -> str:
+    """The base model's preference accuracy: one as a policy, and one as a selector if there are any."""
+    means = [each["baseline_accuracy.mean"] for each in finished if each.get("baseline_accuracy.mean")]
+    values = sorted({f"{statistics.fmean(mean):.3f}" for mean in means})
+    return f"The base model's preference accuracy is {' or '.join(values)}.\n" if values else ""

@@ -109,15 +109,26 @@ def _clients(outcome: Outcome) -> str:
 
 
 def rate(outcome: Outcome) -> tuple[str, str]:
-    """The selected learning rate, with ``≤`` or ``≥`` at an end of the range tried, and this range."""
-    figures = {float(lr): figure for lr, figure in outcome["validation"].items()}
+    """The selected rates, with ``≤`` or ``≥`` at an end of the range tried, and these ranges."""
+    separate = outcome.get("separate", {})
+    several = [(f"{key} ", each["value"], each["validation"]) for key, each in separate.items()]
+    texts = [
+        (name + value, name + span)
+        for name, *tried in [("", outcome["lr"], outcome["validation"]), *several]
+        for value, span in [_one_rate(*tried)]
+    ]
+    return ", ".join(value for value, _ in texts), ", ".join(span for _, span in texts)
+
+
+def _one_rate(selected: float, validation: Mapping[Any, float]) -> tuple[str, str]:
+    figures = {float(lr): figure for lr, figure in validation.items()}
     lowest, highest = min(figures), max(figures)
     if len(figures) == 1:
-        return _short(outcome["lr"]), _short(outcome["lr"])
+        return _short(selected), _short(selected)
     span = f"{_short(lowest)} to {_short(highest)}"
     if all_equal(figures):
         return "any", f"{span}, all alike"
-    return {lowest: "≤", highest: "≥"}.get(outcome["lr"], "") + _short(outcome["lr"]), span
+    return {lowest: "≤", highest: "≥"}.get(selected, "") + _short(selected), span
 
 
 def _short(lr: float) -> str:
