@@ -240,6 +240,30 @@ def test_clients_vote(finished, place, tmp_path, monkeypatch):
     assert {sum(row["votes"]) for row in rows(path / "align", "labels.jsonl")} == {1, 2}
 
 
+def test_a_judge_without_a_taste_is_made_once_and_asked_once(finished, place, tmp_path, monkeypatch):
+    """Its two clients have one vote each, the same, so no pair is asked about twice."""
+    path, made, asked = tmp_path / "run", list[str](), Counter()
+
+    class Longer:
+        def __init__(self, folder, options):
+            made.append(folder)
+            self.identity = {"folder": folder}
+
+        def compare(self, questions):
+            for each in questions:
+                asked[each.prompt, each.first, each.second] += 1
+                first, second = len(each.first), len(each.second)
+                yield Verdict((float(first > second) + float(first >= second)) / 2, "")
+
+    shutil.copytree(finished, path)
+    monkeypatch.setitem(JUDGES.builtin, "reward", Longer)
+    align(path, config(place, client_judge="reward:model", labels="clients", generations=None))
+    assert made == ["model"]
+    pairs = rows(path / "align", "scores.jsonl")
+    assert set(asked.values()) == {1}
+    assert {tuple(row["scores"]) for row in pairs} <= {(1.0, 1.0), (0.0, 0.0), (-1.0, -1.0)}
+
+
 def test_people_judge_with_prefed_collect(finished, place, tmp_path):
     """A refresh asks all clients' people and stops; their choices, a neither apart, are its verdicts. To
     forget one of them leaves the folder, which the plan names, and no alignment that they judged."""

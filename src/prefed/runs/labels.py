@@ -219,8 +219,12 @@ class ClientVotes:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Return the votes ``[U, n]`` on all pairs as scores of :class:`JudgeLabels`, 0 without a verdict."""
         votes = np.zeros((len(self.judges), len(pairs)), np.float32)
+        # Clients may share a judge, which is asked once.
+        answers = {
+            key: judge.scores(pairs) for key, judge in {id(each): each for each in self.judges}.items()
+        }
         for own, judge in zip(votes, self.judges, strict=True):
-            asked, scores = judge.scores(pairs)
+            asked, scores = answers[id(judge)]
             own[asked] = scores[0]
         return np.arange(len(pairs)), votes
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.align import Selectors
+from prefed.align.judge.names import ALIKE, split_name
 from prefed.align.refresh import HELD_OUT, pair_row
 from prefed.align.stages import dumps
 from prefed.config import AlignConfig, Experiment, to_toml
@@ -44,9 +45,11 @@ class RunClients:
 
     @cached_property
     def scorers(self) -> Mapping[str, JudgeLabels]:
-        """Client → its judge, with the client's taste."""
+        """Client → its judge, with the client's taste; the same one for all if judges have no taste."""
         name, options = self.config.client_judge, self.config.judge_options
         assert name is not None
+        if split_name(name)[0] in ALIKE:
+            return dict.fromkeys(self.names, JudgeLabels(make_judge(name, options, self.run)))
         tastes = {client: options.model_copy(update={"taste": client}) for client in self.names}
         return {client: JudgeLabels(make_judge(name, own, self.run)) for client, own in tastes.items()}
 

@@ -16,6 +16,8 @@ ARGUMENTS: Mapping[str, str] = {
     "people": "FOLDER",
 }
 """Name → metavariable of the argument in ``NAME:ARGUMENT``; empty without an argument."""
+ALIKE = ("reward", "endpoint", "local")
+"""Judges that have no taste and judge alike for all clients."""
 
 
 def split_name(text: str) -> tuple[str, str]:
