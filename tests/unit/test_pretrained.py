@@ -29,8 +29,8 @@ from prefed.core import Key
 from prefed.models import ModelConfig, make_backbone
 from prefed.models.pretrained import (
     ModelError,
+    bfloat16_cost,
     find_device,
-    has_bfloat16,
     load_causal,
     load_pretrained,
     placement,
@@ -253,24 +253,25 @@ def test_a_resumed_run_keeps_the_dtype_that_it_started_with(gpu, tmp_path):
     assert fitted(experiment(dtype="float16"), on_cpu).model.dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    ("machine", "avx", "amx", "native"),
-    [
-        ("x86_64", False, False, False),
-        ("AMD64", False, False, False),
-        ("x86_64", True, False, True),
-        ("x86_64", False, True, True),
-        ("aarch64", False, False, True),
-    ],
-)
-def test_bfloat16_on_a_cpu_without_it_is_noted(machine, avx, amx, native, monkeypatch):
-    monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    assert has_bfloat16() == native
+@pytest.mark.parametrize("cost", [0.4, 1.0, 112.3])
+def test_bfloat16_on_a_cpu_that_multiplies_it_more_slowly_is_noted(cost, monkeypatch):
+    monkeypatch.setattr("prefed.models.pretrained.bfloat16_cost", lambda: cost)
     first, *hint = precision_notes(ModelConfig(name="m", device="cpu", dtype="bfloat16"))
     assert first == "the model is in bfloat16 on cpu"
-    assert ["float32 is faster" in line for line in hint] == ([] if native else [True])
+    assert ["takes 112 times as long" in line for line in hint] == ([] if cost <= 1 else [True])
+
+
+def test_bfloat16_costs_the_fastest_of_its_products_per_one_in_float32(monkeypatch):
+    """2 s and 0.5 s, as a clock says that moves on by these after the product of either kind."""
+    seconds = {torch.bfloat16: 2.0, torch.float32: 0.5}
+
+    def repeat(product, number, repeat):
+        return [seconds[product().dtype] / number + late for late in range(repeat)]
+
+    monkeypatch.setattr("timeit.repeat", repeat)
+    bfloat16_cost.cache_clear()
+    assert bfloat16_cost() == 4
+    bfloat16_cost.cache_clear()
 
 
 def test_bfloat16_on_a_gpu_that_emulates_it_is_noted(gpu, monkeypatch):

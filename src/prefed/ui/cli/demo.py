@@ -195,7 +195,7 @@ def _chat(key: Key, model: str) -> _Story:
     """Advice in four ways of speaking, for a model that has learned to chat."""
     from prefed.config.new_file import toml_value
     from prefed.data import advice
-    from prefed.models.pretrained import has_bfloat16
+    from prefed.models.pretrained import bfloat16_cost
 
     report = f"\n[report]\nprompts = {toml_value(advice.PROMPTS)}\n"
     tastes = {client: style.describe() for client, style in advice.STYLES.items()}
@@ -204,7 +204,7 @@ def _chat(key: Key, model: str) -> _Story:
     settings = {
         **CHAT,
         "model": toml_value(model),
-        "dtype": dtype if has_bfloat16() else "",
+        "dtype": dtype if bfloat16_cost() < 1 else "",
         "report": report,
     }
     return _Story(tastes, records, CHAT_TRAIN, settings)
