@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import TCPStore
 
 from prefed import Experiment, run
 from prefed.core import Callback
@@ -67,8 +68,13 @@ class Ended:
     text: str
 
 
-def peers(out, experiments, *, resume=False, fails=None, patience=WATCHDOG, clients=CLIENTS):
-    """Run all peers in forked processes; how each ended. ``fails``: peer → callback.
+def peers(out, experiments, **options):
+    """Run all peers in forked processes; how each ended. ``options``: see :func:`started`."""
+    return started(out, experiments, **options)()
+
+
+def started(out, experiments, *, resume=False, fails=None, patience=WATCHDOG, clients=CLIENTS):
+    """Start all peers; gives what waits for them and returns how each ended. ``fails``: peer → callback.
 
     A peer that stopped itself is killed once the others have ended.
     """
@@ -82,23 +88,21 @@ def peers(out, experiments, *, resume=False, fails=None, patience=WATCHDOG, clie
             one(each, out, place, clients[rank], resume, fails)
         children.append(child)
     stopped = {rank for rank, callback in fails.items() if getattr(callback, "what", 0) == signal.SIGSTOP}
-    ended = {}
-    for rank in sorted(range(len(children)), key=lambda rank: rank in stopped):
-        if rank in stopped:
-            os.kill(children[rank], signal.SIGKILL)
-        status = end_of(children[rank])
-        ended[rank] = Ended(status, (out / f"said-{rank}").read_text())
-    return [ended[rank] for rank in range(len(children))]
+
+    def end():
+        ended = {}
+        for rank in sorted(range(len(children)), key=lambda rank: rank in stopped):
+            if rank in stopped:
+                os.kill(children[rank], signal.SIGKILL)
+            ended[rank] = Ended(end_of(children[rank]), (out / f"said-{rank}").read_text())
+        return [ended[rank] for rank in range(len(children))]
+
+    return end
 
 
 def end_of(child):
-    """The exit status of a forked process; one that does not end is killed."""
-    try:
-        _, status = until(lambda: (ended := os.waitpid(child, os.WNOHANG))[0] and ended, "the end of a peer")
-    except AssertionError:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise
+    """The exit status of a forked process."""
+    _, status = until(lambda: (ended := os.waitpid(child, os.WNOHANG))[0] and ended, "the end of a peer")
     return os.waitstatus_to_exitcode(status)
 
 
@@ -136,7 +140,7 @@ def models(out, count=3):
 
 
 def meet(out, places):
-    """Come to one meeting from forked processes, one a place; what each said of it."""
+    """Come to one meeting from forked processes, each after the one before; what each said of it."""
     children = []
     for number, place in enumerate(places):
         child = os.fork()
@@ -150,8 +154,9 @@ def meet(out, places):
             (out / f"met-{number}").write_text(text)
             os._exit(0)
         children.append(child)
-        # Each has come before the next.
-        time.sleep(1.0)
+        if place is not places[-1]:
+            store, came = TCPStore(place.host, place.port, None, False), places[: number + 1].count(place)
+            until(lambda store=store, key=f"turn/{place.rank}", n=came: store.add(key, 0) == n, "a peer")
     for child in children:
         end_of(child)
     return [(out / f"met-{number}").read_text() for number in range(len(places))]

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -22,12 +21,13 @@ from peering import (
     make_place,
     meet,
     peers,
+    started,
     whole,
 )
 from prefed.core import Callback
 from prefed.engines import validation
 from prefed.engines.base_rounds import Course
-from prefed.networks.peers import links, rounds
+from prefed.networks.peers import heartbeat, links, rounds
 from prefed.networks.peers.heartbeat import STOP, Beat, PeerError, Watch, beat_key
 from prefed.networks.peers.links import Links
 from prefed.networks.peers.rendezvous import Place
@@ -37,7 +37,7 @@ from prefed.store import RunWriter
 from prefed.ui.cli import federation as peer
 from prefed.ui.cli import output
 from toy import records
-from waiting import WATCHDOG
+from waiting import WATCHDOG, until
 
 
 @pytest.fixture(scope="module")
@@ -45,31 +45,45 @@ def place(tmp_path_factory):
     return make_place(tmp_path_factory.mktemp("place"))
 
 
+@pytest.fixture
+def brief(monkeypatch):
+    """For a watch without others that it could wait for."""
+    monkeypatch.setattr(heartbeat, "GRACE", 0.1)
+
+
 def test_a_peer_that_dies_or_hangs_is_named_and_the_run_goes_on(place, tmp_path):
-    """Killed or stopped: an end, and peer 0, which keeps the store. All others end with one
-    error, and the run in four sittings is the run in one, to the bit, its private states too."""
+    """Killed or stopped: an end, and peer 0, which keeps the store. All others end with one error, and the
+    run in two or three sittings is the run in one, bit for bit, its private states too."""
     made = experiment(place, "fedper", optimizer_state="kept")
     expected = whole(tmp_path / "whole", [made] * 3)
-    faults = [
-        (2, signal.SIGSTOP, "has sent no heartbeat for 10 seconds"),
-        (0, signal.SIGKILL, "closed its connection"),
-        (0, signal.SIGSTOP, "has sent no heartbeat for 10 seconds"),
-    ]
-    for number, (rank, what, why) in enumerate(faults):
-        fails = {rank: Fails(2 if number == 0 else 1, what)}
-        patience = {"patience": 10.0} if what == signal.SIGSTOP else {}
-        ended = peers(tmp_path / "parts", [made] * 3, resume=number > 0, fails=fails, **patience)
-        for other in {0, 1, 2} - {rank}:
-            named = f"PeerError: peer {rank} ('w{rank}' on {socket.gethostname()}) {why}; complete rounds"
-            assert named in ended[other].text
-        assert {each.status for k, each in enumerate(ended) if k != rank} == {1}
-    assert all(map(torch.equal, expected, whole(tmp_path / "parts", [made] * 3, resume=True)))
-    for rank in range(3):
-        one, other = (records(peer_folder(tmp_path / name, rank)) for name in ("whole", "parts"))
-        clocked = {"seconds", "mix_seconds"}
-        assert [{k: r[k] for k in r.keys() - clocked} for r in one] == [
-            {k: r[k] for k in r.keys() - clocked} for r in other
-        ]
+
+    def begin(name, rank, visits, what, patience=WATCHDOG, resume=False):
+        end = started(
+            tmp_path / name, [made] * 3, resume=resume, fails={rank: Fails(visits, what)}, patience=patience
+        )
+
+        def check(why):
+            ended = end()
+            for other in {0, 1, 2} - {rank}:
+                named = f"PeerError: peer {rank} ('w{rank}' on {socket.gethostname()}) {why}; complete rounds"
+                assert named in ended[other].text
+                assert ended[other].status == 1
+
+        return check
+
+    silent = "has sent no heartbeat for 10 seconds"
+    stopped = begin("two", 2, 2, signal.SIGSTOP, 10.0)
+    begin("three", 0, 2, signal.SIGKILL)("closed its connection")
+    begin("three", 0, 1, signal.SIGSTOP, 10.0, resume=True)(silent)
+    stopped(silent)
+    for parts in ("two", "three"):
+        assert all(map(torch.equal, expected, whole(tmp_path / parts, [made] * 3, resume=True)))
+        for rank in range(3):
+            one, other = (records(peer_folder(tmp_path / name, rank)) for name in ("whole", parts))
+            clocked = {"seconds", "mix_seconds"}
+            assert [{k: r[k] for k in r.keys() - clocked} for r in one] == [
+                {k: r[k] for k in r.keys() - clocked} for r in other
+            ]
 
 
 class Sleeps(Callback):
@@ -80,18 +94,17 @@ class Sleeps(Callback):
 
 
 @pytest.mark.parametrize(
-    ("fails", "why"),
+    ("fails", "limit", "why"),
     [
-        (Fails(1, signal.SIGTERM), "was terminated"),
-        (Sleeps(), "exceeded [engine] visit_timeout = 5 seconds in its visit"),
+        (Fails(1, signal.SIGTERM), 0.0, "was terminated"),
+        (Sleeps(), 0.5, "exceeded [engine] visit_timeout = 0.5 seconds in its visit"),
     ],
 )
-def test_a_peer_that_gives_up_notifies_the_others(place, tmp_path, fails, why):
-    """It lives, but does not go on. Peer 2 has no connection with it."""
+def test_a_peer_that_gives_up_notifies_the_others(place, tmp_path, fails, limit, why):
+    """It lives, but does not go on. Peer 2 has no connection with it. Visits of the others have no limit."""
     made = experiment(place)
-    limit = {"visit_timeout": 5.0 if isinstance(fails, Sleeps) else 0.0}
-    made = made.model_copy(update={"engine": made.engine.model_copy(update=limit)})
-    ended = peers(tmp_path / "peers", [made] * 3, fails={0: fails})
+    own = made.model_copy(update={"engine": made.engine.model_copy(update={"visit_timeout": limit})})
+    ended = peers(tmp_path / "peers", [own, made, made], fails={0: fails})
     assert [each.status for each in ended] == [1, 1, 1]
     for each in ended[1:]:
         assert f"PeerError: peer 0 ('w0' on {socket.gethostname()}) {why}" in each.text
@@ -107,7 +120,7 @@ def test_a_peer_that_gives_up_notifies_the_others(place, tmp_path, fails, why):
         (STOP, "7", "a peer failed, but the report in the store is invalid"),
     ],
 )
-def test_words_that_cannot_be_read_end_the_run_of_all(key, word, verdict):
+def test_words_that_cannot_be_read_end_the_run_of_all(brief, key, word, verdict):
     """They do not end the thread that reads them: then a watch would find the store silent, and name its
     keeper, peer 0."""
     store = HashStore()
@@ -217,29 +230,19 @@ def test_a_model_that_cannot_come_is_not_awaited(monkeypatch):
     monkeypatch.setattr(links.dist, "get_backend", lambda: "gloo")
     for name in ("isend", "irecv"):
         monkeypatch.setattr(links.dist, name, refused)
-    store, ended = HashStore(), []
+    store = HashStore()
     store.set(beat_key(1), Beat().text())
     watch = Watch(store, 0, ["peer 0", "peer 1"], 0, WATCHDOG)
     watch.start()
     watch.hush()
-
-    def swap():
-        connected = Links(watch, {"w1": 1})
-        try:
-            connected.expect(1, {"w1": 8})
-            connected.swap(1, bytes(8))
-        except PeerError as error:
-            ended.append(str(error))
-
-    thread = threading.Thread(target=swap, daemon=True)
-    thread.start()
-    thread.join(WATCHDOG)
+    connected = Links(watch, {"w1": 1})
+    connected.expect(1, {"w1": 8})
+    with pytest.raises(PeerError, match=r"^peer 1 closed its connection"):
+        connected.swap(1, bytes(8))
     watch.leave("left")
-    (text,) = ended
-    assert text.startswith("peer 1 closed its connection")
 
 
-def test_peers_that_live_but_do_not_finish_a_round_are_named():
+def test_peers_that_live_but_do_not_finish_a_round_are_named(brief):
     """With a limit for rounds no wait is without end, whatever the reason."""
     store = HashStore()
     store.set(beat_key(1), Beat(round=3).text())
@@ -248,9 +251,10 @@ def test_peers_that_live_but_do_not_finish_a_round_are_named():
     watch.committed(3)
     watch.start()
     watch.hush()
-    watch.limit_rounds(1.0)
+    until(lambda: watch.least == 2, "the heartbeats")
+    watch.limit_rounds(0.1)
     verdict = watch.wait_for_verdict(WATCHDOG)
-    assert verdict.startswith("round 3 was not committed within 1 seconds by peer 2;")
+    assert verdict.startswith("round 3 was not committed within 0.1 seconds by peer 2;")
     watch.leave("left")
 
 
@@ -263,7 +267,7 @@ def test_a_peer_0_that_is_stopped_before_all_have_come_is_named(tmp_path):
         os._exit(store is None)
     try:
         os.waitpid(host, os.WUNTRACED)
-        (text,) = meet(tmp_path, [Place(1, 2, "127.0.0.1", port, patience=1.0, join=2.0)])
+        (text,) = meet(tmp_path, [Place(1, 2, "127.0.0.1", port, patience=0.5, join=0.5)])
     finally:
         os.kill(host, signal.SIGKILL)
         os.waitpid(host, 0)
@@ -284,7 +288,7 @@ def test_a_signal_that_is_swallowed_ends_the_process_all_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["verdict", "main"])
-def test_a_peer_ends_though_nothing_of_it_can_be_written(what):
+def test_a_peer_ends_though_nothing_of_it_can_be_written(brief, what):
     """As with a log on a full disk."""
     child = os.fork()
     if child == 0:
@@ -301,7 +305,7 @@ def test_a_peer_ends_though_nothing_of_it_can_be_written(what):
     assert end_of(child) == 1
 
 
-def test_the_verdict_that_ends_a_peer_is_in_its_log_in_json(tmp_path):
+def test_the_verdict_that_ends_a_peer_is_in_its_log_in_json(brief, tmp_path):
     """It is written by a thread, where the main one does not look."""
     child = os.fork()
     if child == 0:

@@ -126,30 +126,37 @@ def test_peers_that_do_not_agree_are_refused(place, tmp_path):
         assert "both have client 'w0'" in each.text
 
 
-def test_two_peers_with_one_rank_or_another_number_of_peers_are_refused(tmp_path):
+def test_two_peers_with_one_rank_are_refused(tmp_path):
     """Two that both beat as peer 1 would wait for each other's neighbours for ever."""
     port = free_port()
     ranks = [Place(rank, 3, "127.0.0.1", port) for rank in (0, 1, 1, 2)]
     first, old, new, last = meet(tmp_path, ranks)
     assert (first, new, last) == ("met", "met", "met")
     assert old == "PeerError: another process has started as peer 1: give each peer its own --rank"
-    port = free_port()
-    first, other = meet(tmp_path, [Place(0, 2, "127.0.0.1", port, join=8), Place(1, 3, "127.0.0.1", port)])
-    assert "of 2 peers, 1 did not start" in first
-    assert "PeerError: peer 1 has --peers 3, peer 0 has --peers 2: use one number" in other
+
+
+def come(store, place):
+    """To a meeting that waits no longer."""
+    meeting = Meeting(place)
+    meeting._store = store
+    return meeting._wait_for_all(0.0)
+
+
+def test_another_number_of_peers_is_refused():
+    store = HashStore()
+    with pytest.raises(PeerError, match="of 2 peers, 1 did not start"):
+        come(store, Place(0, 2))
+    with pytest.raises(PeerError, match="peer 1 has --peers 3, peer 0 has --peers 2: use one number"):
+        come(store, Place(1, 3))
 
 
 def test_who_comes_after_all_have_come_is_sent_away():
     store = HashStore()
-    started = Meeting(Place(0, 1))
-    started._store = store
-    started._wait_for_all(0.0)
-    late = Meeting(Place(0, 1))
-    late._store = store
+    come(store, Place(0, 1))
     with pytest.raises(
         PeerError, match="the run has already started with a peer 0: give each peer its own --rank"
     ):
-        late._wait_for_all(0.0)
+        come(store, Place(0, 1))
 
 
 def test_what_a_peer_sends_must_be_of_its_kind():
