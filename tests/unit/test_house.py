@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -289,17 +287,15 @@ BUDGET: dict[str, tuple[int, str]] = {
 
 def code_lines(text: str) -> int:
     """Lines with code on them: not blank, not only a comment, not of a docstring."""
-    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in blank | {tokenize.ENDMARKER}:
-            lines.update(range(token.start[0], token.end[0] + 1))
+    lines = {n for n, line in enumerate(text.split("\n"), 1) if line.strip() and line.strip()[0] != "#"}
+    docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        for statement in body if isinstance(body := getattr(node, "body", None), list) else ():
-            match statement:
-                case ast.Expr(ast.Constant(str())):
-                    lines -= {*range(statement.lineno, statement.end_lineno + 1)}
-    return len(lines)
+        match node:
+            case ast.Constant(str()) | ast.JoinedStr():
+                lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+            case ast.Expr(ast.Constant(str())):
+                docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(lines - docstrings)
 
 
 @cache
