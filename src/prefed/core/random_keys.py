@@ -43,6 +43,12 @@ class Key:
         """Return a new PyTorch generator at the start of this stream."""
         return torch.Generator(device).manual_seed(self.number())
 
+    def seed_device(self, device: str) -> None:
+        """Seed PyTorch's global generators of devices of this type."""
+        # torch.manual_seed formats the call stack for each kind of device that is not in use.
+        seed = torch.default_generator.manual_seed if device == "cpu" else torch.manual_seed
+        seed(self.number())
+
 
 def uniform(key: Key, shape: tuple[int, ...], fan_in: int) -> torch.Tensor:
     """Draw U(−1/√fan_in, 1/√fan_in), the initialization of a linear layer and of PEFT's A."""

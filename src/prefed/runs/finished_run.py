@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -112,6 +112,7 @@ class Answer(_Schema):
 
 
 RowT = TypeVar("RowT")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
@@ -124,13 +125,12 @@ def _rows(path: Path, kind: type[RowT]) -> Iterator[RowT]:
     """
     if not path.exists():
         return
-    schema = TypeAdapter(kind)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                yield schema.validate_python(json.loads(line))
+                yield _adapter(kind).validate_python(json.loads(line))
             except ValidationError as error:
                 raise _damage(path, f"line {number}: {_problem(error)}") from error
             except (ValueError, RecursionError) as error:
@@ -158,7 +158,7 @@ def _rounds(path: Path, rounds: int) -> tuple[RoundRecord, ...]:
 def _read(path: Path, parse: Callable[[str], Any], schema: Any) -> Any:
     try:
         content = parse(path.read_text("utf-8"))
-        TypeAdapter(schema).validate_python(content)
+        _adapter(schema).validate_python(content)
     except FileNotFoundError:
         raise RunError(f"{path} is missing; restore it from a backup") from None
     except ValidationError as error:

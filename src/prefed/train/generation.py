@@ -167,7 +167,7 @@ def complete(
         torch.random.fork_rng(devices=devices),
         backbone.tasting(tastes),
     ):
-        torch.manual_seed(key.number())
+        key.seed_device(backbone.device.type)
         output = backbone.causal.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings
         )

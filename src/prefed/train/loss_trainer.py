@@ -187,7 +187,7 @@ class LossTrainer(ObjectiveTrainer):
         groups = model.groups(rows, rejected=loss.needs_rejected)
 
         def forward(number: int) -> torch.Tensor:
-            torch.manual_seed(key.at("dropout", number).number())
+            key.at("dropout", number).seed_device(model.backbone.device.type)
             if features is None:
                 return model.run(groups[number], rejected=loss.needs_rejected, rewards=loss.needs_reward)
             assert isinstance(model.forward, PackedForward)

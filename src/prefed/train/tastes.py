@@ -489,7 +489,7 @@ class LatentTrainer(HiddenTrainer):
         groups = model.groups(batch)
 
         def forward(number: int) -> torch.Tensor:
-            torch.manual_seed(key.at("dropout", number).number())
+            key.at("dropout", number).seed_device(model.backbone.device.type)
             return model.run(groups[number])
 
         return grouped_outputs(forward, groups)
