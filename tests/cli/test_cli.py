@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -285,16 +283,6 @@ def test_a_file_that_is_wrong_is_named_without_a_traceback(place):
     output = prefed_("run", "exp.toml", "--set", "method.lrr=1", code=1)
     assert output.strip() == "error: --set method.lrr=1: method.lrr: no such key; did you mean 'lr'?"
     assert "prefed init METHOD" in prefed_("data", "absent.toml", code=1)
-
-
-def test_help_is_quick_because_nothing_heavy_is_imported():
-    """``prefed --help`` and ``import prefed`` load neither torch nor transformers nor pydantic."""
-    code = (
-        "import sys, prefed, prefed.ui.cli; print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-    assert "Run an experiment" in prefed_("--help")
 
 
 def test_help_loses_no_word_in_brackets(subtests):

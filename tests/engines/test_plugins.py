@@ -333,6 +333,7 @@ def parts(place, tmp_path):
 OBJECTIVE, RULE_NAME = "method.objective=./loss.py", "merge.rule=./rule.py"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_an_objective_of_ones_own_is_trained_on(parts, tmp_path):
     """With power 1 and β = 0.2 it is the hinge loss, so the two runs are equal. With power 2 they are not.
     The default of β is the objective's, as for those of prefed."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -171,16 +169,6 @@ def test_imports_of_each_form_are_seen() -> None:
     assert list(imported("prefed.train.__init__", ast.parse("from .steps import FlatOptimizer"))) == [
         "prefed.train.steps.FlatOptimizer"
     ]
-
-
-def test_methods_do_without_the_heavy_libraries() -> None:
-    """A method file is read and shown without loading what a model needs; see also ``test_startup.py``."""
-    code = (
-        "import sys, prefed.core, prefed.train.losses, prefed.merge, prefed.methods\n"
-        "print(*sorted({'torch', 'transformers', 'peft', 'datasets', 'matplotlib'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
 
 
 def python_files() -> list[Path]:

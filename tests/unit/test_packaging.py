@@ -243,6 +243,7 @@ def test_a_wheelhouse_is_constrained_to_one_version_of_each_package() -> None:
         assert {name for name in twice if twice[name] == 2} <= set(held)
 
 
+@pytest.mark.rare
 def test_a_wheelhouse_installs_for_all_users_and_only_what_was_made(tmp_path: Path) -> None:
     """A service's user runs what root installs with umask 077. A changed file stops the installation."""
     house, venv = tmp_path / "house", tmp_path / "prefed"

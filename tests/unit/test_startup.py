@@ -53,11 +53,43 @@ data.partition = {{ by = "column", column = "client" }}
 model.name = "{place}/model"
 method.name = "feddpo"
 """
-IMPORTED = """
-import atexit, sys
-atexit.register(lambda: print(*sorted(name for name in sys.modules if name.partition(".")[0] == "prefed")))
+BOTH = """
+import sys, prefed
+
+def imported():
+    print("imported", *sorted(name for name in sys.modules if name.partition(".")[0] == "prefed"))
+
+prefed.run("plain.toml", "one")
+imported()
+sys.argv[1:] = ["run", "plain.toml", "--out", "other"]
+from prefed.ui.cli import main
+try:
+    main()
+finally:
+    imported()
 """
-CLI = "from prefed.ui.cli import main; main()"
+FORKS = """
+import os, sys
+import prefed
+from prefed.ui.cli import main
+assert "pydantic" not in sys.modules
+for number, command in enumerate(sys.argv[1:]):
+    if os.fork() == 0:
+        for handle in (1, 2):
+            os.dup2(os.open(f"{number}-{handle}", os.O_CREAT | os.O_WRONLY), handle)
+        sys.argv[1:] = command.split()
+        sys.exit(main())
+    os.wait()
+"""
+COMMANDS = {
+    **dict.fromkeys(("--help", "methods", "init fedpdpo", "sweep --help"), ""),
+    **dict.fromkeys(("run typo.toml", "data typo.toml"), "typo.toml: method.learning_rate: no such key"),
+    **dict.fromkeys(("sweep table.toml", "run table.toml --cell one"), "rows.one.txt: no such key"),
+    "run none.toml": "none.toml: no such file",
+    "collect": "give --model NAME",
+    "demo --method fedpdo": "did you mean 'fedpdpo'?",
+}
+"""Command → what it says on standard error."""
 TABLE = """
 title = "A table"
 [base]
@@ -74,32 +106,21 @@ def loaded(code, *arguments, cwd=None):
     return process.stdout.splitlines()[-1], process.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("--help", ""),
-        ("methods", ""),
-        ("init fedpdpo", ""),
-        ("run typo.toml", "typo.toml: method.learning_rate: no such key"),
-        ("sweep --help", ""),
-        ("sweep table.toml", "table.toml: rows.one.txt: no such key"),
-        ("run table.toml --cell one", "table.toml: rows.one.txt: no such key"),
-        ("data typo.toml", "typo.toml: method.learning_rate: no such key"),
-        ("run none.toml", "none.toml: no such file"),
-        ("collect", "give --model NAME"),
-        ("demo --method fedpdo", "did you mean 'fedpdpo'?"),
-    ],
-)
-def test_a_command_loads_no_heavy_library(tmp_path, command, message):
+def test_commands_load_no_heavy_library(tmp_path, subtests):
+    """Each in a process that has imported only the command line, as every command does."""
     (tmp_path / "typo.toml").write_text(TYPO)
     (tmp_path / "table.toml").write_text(TABLE)
-    last, errors = loaded(CLI, *command.split(), cwd=tmp_path)
-    assert (last, message in errors) == ("loaded", True), errors
+    assert loaded(FORKS, *COMMANDS, cwd=tmp_path) == ("loaded", "")
+    for number, (command, message) in enumerate(COMMANDS.items()):
+        with subtests.test(command):
+            output, errors = ((tmp_path / f"{number}-{handle}").read_text() for handle in (1, 2))
+            assert (output.splitlines()[-1], message in errors) == ("loaded", True), errors
 
 
-def test_every_methods_settings_are_checked_without_heavy_libraries():
+def test_settings_and_parts_of_methods_and_files_of_a_federation_need_no_heavy_library():
     code = """
-import prefed
+import prefed, prefed.core, prefed.merge, prefed.train.losses
+import prefed.networks.federation.config, prefed.networks.federation.flare.kits
 from prefed.methods import METHODS
 for name in METHODS:
     prefed.Experiment.model_validate({
@@ -187,17 +208,17 @@ assert dict(os.environ) == before, set(os.environ) ^ set(before)
     subprocess.run([sys.executable, "-c", code], env=own, check=True)
 
 
-@pytest.mark.parametrize("start", CLOSURE)
-def test_a_plain_run_imports_what_it_needs_only(tmp_path, start):
+def test_a_plain_run_imports_what_it_needs_only(tmp_path):
+    """The command imports what the function does, and more, so it is called after it."""
     place = tmp_path / "place"
     synthetic.write(place, synthetic.generate(Key(5), clients=2, train=8, test=4))
     make_tiny(place / "model", synthetic.corpus(Key(5), 20), Key(5), layers=1, width=16, heads=2, steps=1)
-    file = tmp_path / "plain.toml"
-    file.write_text(PLAIN.format(place=place))
-    call = {"prefed.run": f"import prefed; prefed.run('{file}', '{tmp_path}/run')", "prefed run": CLI}
-    words = [sys.executable, "-c", IMPORTED + call[start], "run", file, "--out", tmp_path / "run"]
-    imported = subprocess.check_output(words, text=True).splitlines()[-1].split()
-    assert (tmp_path / "run" / "summary.json").exists()
-    assert [name for name in imported if UNUSED.match(name)] == []
-    assert set(imported) & {f"prefed.methods.{name}" for name in METHODS} == {"prefed.methods.feddpo"}
-    assert len(imported) <= CLOSURE[start], f"{len(imported)} files of prefed: {' '.join(imported)}"
+    (tmp_path / "plain.toml").write_text(PLAIN.format(place=place))
+    words = [sys.executable, "-c", BOTH]
+    lines = subprocess.check_output(words, text=True, cwd=tmp_path).splitlines()
+    found = [line.split()[1:] for line in lines if line.startswith("imported ")]
+    for (start, most), imported in zip(CLOSURE.items(), found, strict=True):
+        assert [name for name in imported if UNUSED.match(name)] == []
+        assert set(imported) & {f"prefed.methods.{name}" for name in METHODS} == {"prefed.methods.feddpo"}
+        assert len(imported) <= most, f"{start}: {len(imported)} files of prefed: {' '.join(imported)}"
+    assert all((tmp_path / name / "summary.json").exists() for name in ("one", "other"))

@@ -41,6 +41,14 @@ class PluginError(ValueError):
     """An object from outside the package cannot be loaded."""
 
 
+@cache
+def version_of(package: str) -> str:
+    """The version of an installed package, whose metadata is read once."""
+    from importlib.metadata import version
+
+    return version(package)
+
+
 @dataclass(frozen=True)
 class Code:
     """The source of an object from outside the package.

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import date
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ import torch
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import code_names, code_of, parse_toml, remember_code
 from prefed.core import Callback, Callbacks, files
+from prefed.core.plugins import version_of
 from prefed.core.strict_settings import differing, flatten
 from prefed.core.text import pluralize
 from prefed.core.wire import encode
@@ -411,10 +411,10 @@ def commit_start(experiment: Experiment, job: Job, writer: RunWriter, digests: M
 def run_log(path: Path) -> Iterator[RunLog]:
     """Write the versions, and the warnings of prefed, to the log of an existing run directory."""
     log = RunLog(path / LOG)
-    log.on_note(f"prefed {version('prefed')}: {command(sys.argv)}")
+    log.on_note(f"prefed {version_of('prefed')}: {command(sys.argv)}")
     log.on_note(
-        f"Python {platform.python_version()}, PyTorch {version('torch')}, "
-        f"transformers {version('transformers')}, {platform.platform(terse=True)}"
+        f"Python {platform.python_version()}, PyTorch {version_of('torch')}, "
+        f"transformers {version_of('transformers')}, {platform.platform(terse=True)}"
     )
     logger = logging.getLogger("prefed")
 

@@ -8,14 +8,13 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
 
 from prefed.core import Owner, State, Tensors
-from prefed.core.plugins import Code
+from prefed.core.plugins import Code, version_of
 from prefed.core.records import RoundRecord, Summary
 from prefed.core.wire import decode_state
 from prefed.data import FederatedDataset
@@ -72,7 +71,7 @@ def summarize(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord], profil
         },
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("prefed", "torch", "transformers", "peft")},
+            **{name: version_of(name) for name in ("prefed", "torch", "transformers", "peft")},
         },
     }
     return cast(Summary, summary)  # evaluations and engines may add keys

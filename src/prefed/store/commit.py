@@ -7,13 +7,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from prefed.core import files
+from prefed.core.plugins import version_of
 from prefed.core.strict_settings import StrictModel
 
 FORMAT = 1
@@ -139,8 +139,8 @@ def read_commit(folder: Path, kept: int | None = None) -> Commit | None:
 def _check_format(path: Path, content: Mapping[str, Any]) -> None:
     if content["format"] != FORMAT:
         raise StoreError(
-            f"{path} has format {content['format']}, and prefed {version('prefed')} reads format {FORMAT}: "
-            f"use the prefed that wrote it, {content.get('prefed', 'whose version is not recorded')}"
+            f"{path} has format {content['format']}, and prefed {version_of('prefed')} reads format {FORMAT}"
+            f": use the prefed that wrote it, {content.get('prefed', 'whose version is not recorded')}"
         )
 
 
@@ -155,7 +155,7 @@ def write_commit(folder: Path, commit: Commit, kept: int | None = None) -> None:
     content = vars(commit) | {"digests": vars(commit.digests)}
     if commit.best is None:
         del content["best"]
-    data = files.dumps_with_digest({"format": FORMAT, "prefed": version("prefed"), **content}, indent=1)
+    data = files.dumps_with_digest({"format": FORMAT, "prefed": version_of("prefed"), **content}, indent=1)
     files.write(_commit_path(folder, kept), data, mode=0o600)
 
 
