@@ -728,6 +728,20 @@ def test_the_kept_epoch_has_whole_text():
     assert best_epoch([epochs[1], epochs[4]]) == 5
 
 
+def test_whole_text_whose_chosen_completions_fall_is_kept_before_broken_text():
+    """All four fall by 4 ± 1 nats. The labeller likes the last two best. Their text is unlikely (above
+    1.5 + 2), and the last one's also loops."""
+    fallen = {"agreement": 0.5, "chosen_shift": -4.0, "chosen_shift_error": 1.0}
+    measured = [(0.8, {}), (0.85, {}), (0.9, {"surprise": 3.6}), (1.0, {"surprise": 3.6, "loops": 0.5})]
+    epochs = [
+        {"epoch": k, "win_rate": rate, "text": text(**own), **fallen}
+        for k, (rate, own) in enumerate(measured, 1)
+    ]
+    assert best_epoch(epochs) == 2
+    assert best_epoch(epochs[2:]) == 3
+    assert best_epoch([epochs[0], epochs[1] | {"chosen_shift": 4.0}]) == 2
+
+
 @pytest.mark.parametrize(
     ("figures", "words"),
     [

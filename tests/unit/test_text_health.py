@@ -86,6 +86,10 @@ def test_a_numbered_list_of_one_item_loops(text, looping):
     [
         ("", True),
         (" \n", True),
+        (" -.", True),
+        ("🌍🌍", True),
+        ("7", False),
+        ("赤", False),
         ("What is  red? It is a colour.", True),
         ("A colour.", False),
         ("What", False),

@@ -37,9 +37,9 @@ def best_epoch(history: Sequence[Mapping[str, Any]]) -> int:
 
     Of several such epochs, it is the first with the highest agreement.
 
-    An epoch whose text is worse than the initial policy's (:func:`~prefed.train.metrics.broken_text`), or
-    after which the chosen completions are less probable, beyond noise
-    (:func:`~prefed.train.metrics.falls`), is only kept if all are such: a labeller may prefer broken text.
+    An epoch is only kept if none has fewer flaws, since a labeller may prefer broken text: first the ways in
+    which text is worse than the initial policy's (:func:`~prefed.train.metrics.broken_text`) count, then
+    whether the chosen completions are less probable, beyond noise (:func:`~prefed.train.metrics.falls`).
 
     >>> rates = ((0.6, 0.9), (0.7, 0.8), (0.7, 0.9), (0.7, 0.9))
     >>> figures = [{"epoch": k, "win_rate": a, "agreement": b} for k, (a, b) in enumerate(rates, 1)]
@@ -49,11 +49,16 @@ def best_epoch(history: Sequence[Mapping[str, Any]]) -> int:
     >>> best_epoch(figures), best_epoch(figures[3:])
     (2, 4)
     """
+
+    def flaws(epoch: Mapping[str, Any]) -> tuple[int, bool]:
+        return len(broken_text(epoch.get("text"))), falls(epoch)
+
     measured = [epoch for epoch in history if epoch.get("win_rate") is not None]
     if not measured:
         return int(history[-1]["epoch"])
-    whole = [epoch for epoch in measured if not falls(epoch) and not broken_text(epoch.get("text"))]
-    best = max(whole or measured, key=lambda epoch: (epoch["win_rate"], epoch["agreement"], -epoch["epoch"]))
+    fewest = min(map(flaws, measured))
+    whole = [epoch for epoch in measured if flaws(epoch) == fewest]
+    best = max(whole, key=lambda epoch: (epoch["win_rate"], epoch["agreement"], -epoch["epoch"]))
     return int(best["epoch"])
 
 

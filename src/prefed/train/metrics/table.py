@@ -163,7 +163,12 @@ _ROWS: Mapping[tuple[str, str, str, Printed], str | Mapping[str, str]] = {
     ("loops", "looping", "answers", FEW): "share of answers in which a sequence of tokens occurs "
     f"{FOURFOLD} times in a row, or three times if that is at least {LONG} tokens (the last of which may be "
     "missing), with or without the numbers in between",
-    ("empty", "empty or echoing", "answers", FEW): "share of answers without text, or that repeat the prompt",
+    (
+        "empty",
+        "empty or echoing",
+        "answers",
+        FEW,
+    ): "share of answers without a letter or a digit, or that repeat the prompt",
     ("distinct_2", "distinct-2", "answers", MANY): "different pairs of adjacent tokens as a share of all of "
     "an answer's, mean over answers",
     ("length", "length", "answers", Printed("tokens", "", ".0f")): "tokens in an answer, mean over answers",

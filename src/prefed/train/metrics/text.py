@@ -60,9 +60,9 @@ class WrittenAnswer:
 
     @property
     def empty(self) -> bool:
-        """Whether it has no text, or starts with the whole prompt."""
-        return not (text := _plain(self.text)) or (
-            bool(prompt := _plain(self.prompt)) and text.startswith(prompt)
+        """Whether it has no letter and no digit, or starts with the whole prompt."""
+        return not any(map(str.isalnum, self.text)) or (
+            bool(prompt := _plain(self.prompt)) and _plain(self.text).startswith(prompt)
         )
 
 
