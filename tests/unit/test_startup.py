@@ -54,7 +54,7 @@ model.name = "{place}/model"
 method.name = "feddpo"
 """
 BOTH = """
-import sys, prefed
+import os, sys; os.chdir(sys.argv[1]); import prefed
 
 def imported():
     print("imported", *sorted(name for name in sys.modules if name.partition(".")[0] == "prefed"))
@@ -69,8 +69,7 @@ finally:
     imported()
 """
 FORKS = """
-import os, sys
-import prefed
+import os, sys; os.chdir(sys.argv.pop(1)); import prefed
 from prefed.ui.cli import main
 assert "pydantic" not in sys.modules
 for number, command in enumerate(sys.argv[1:]):
@@ -99,10 +98,10 @@ txt = "One"
 """
 
 
-def loaded(code, *arguments, cwd=None):
+def loaded(code, *arguments):
     """The last line of a program's output, which says what heavy libraries it loaded, and its errors."""
     words = [sys.executable, "-c", REPORT + code, *arguments]
-    process = subprocess.run(words, capture_output=True, text=True, cwd=cwd)
+    process = subprocess.run(words, capture_output=True, text=True)
     return process.stdout.splitlines()[-1], process.stderr
 
 
@@ -110,7 +109,7 @@ def test_commands_load_no_heavy_library(tmp_path, subtests):
     """Each in a process that has imported only the command line, as every command does."""
     (tmp_path / "typo.toml").write_text(TYPO)
     (tmp_path / "table.toml").write_text(TABLE)
-    assert loaded(FORKS, *COMMANDS, cwd=tmp_path) == ("loaded", "")
+    assert loaded(FORKS, tmp_path, *COMMANDS) == ("loaded", "")
     for number, (command, message) in enumerate(COMMANDS.items()):
         with subtests.test(command):
             output, errors = ((tmp_path / f"{number}-{handle}").read_text() for handle in (1, 2))
@@ -214,8 +213,7 @@ def test_a_plain_run_imports_what_it_needs_only(tmp_path):
     synthetic.write(place, synthetic.generate(Key(5), clients=2, train=8, test=4))
     make_tiny(place / "model", synthetic.corpus(Key(5), 20), Key(5), layers=1, width=16, heads=2, steps=1)
     (tmp_path / "plain.toml").write_text(PLAIN.format(place=place))
-    words = [sys.executable, "-c", BOTH]
-    lines = subprocess.check_output(words, text=True, cwd=tmp_path).splitlines()
+    lines = subprocess.check_output([sys.executable, "-c", BOTH, tmp_path], text=True).splitlines()
     found = [line.split()[1:] for line in lines if line.startswith("imported ")]
     for (start, most), imported in zip(CLOSURE.items(), found, strict=True):
         assert [name for name in imported if UNUSED.match(name)] == []
