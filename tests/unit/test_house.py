@@ -268,7 +268,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "tests/laws/": (1_885, "examples that make test samples"),
     "tests/unit/": (22_759, "separate rates"),
     # Words.
-    "docs, README.md": (66_500, "the second accuracy of 170 rows of the leaderboard"),
+    "docs, README.md": (66_550, "the second accuracy of 170 rows of the leaderboard"),
 }
 """Place → what it may hold, and why that was raised last, written in the commit that raises it."""
 
