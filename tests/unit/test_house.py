@@ -262,7 +262,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/train/": (4_210, "the objective grpo"),
     "src/prefed/ui/": (7_540, "the second accuracy of a leaderboard"),
     "tests/": (2_470, "examples that make test samples; forked workers close what they inherit"),
-    "tests/cli/": (4_950, "tables of inputs are one test with a subtest a row"),
+    "tests/cli/": (4_940, "tables of inputs are one test with a subtest a row"),
     "tests/engines/": (10_945, "clients share a judge without a taste; whole text is kept first"),
     "tests/golden/": (5_000, "GRPO, by hand, by TRL and by the KL divergence"),
     "tests/laws/": (1_885, "examples that make test samples"),
