@@ -128,7 +128,7 @@ class Draws(Here):
     number = 0
 
     def build(self, factory, threads):
-        self.due = {"fingerprint": {"data": "", "model": ""}, "exchanges": ["train"]}
+        self.due = {"fingerprint": {"data": "", "model": ""}, "exchanges": ["train"], "metrics": []}
 
     def give(self, task, state, timeout):
         Draws.number += 1

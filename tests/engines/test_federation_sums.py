@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shutil
 from contextlib import suppress
 
@@ -29,7 +30,8 @@ from prefed.networks.federation.privacy_ledger import Releases
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.transport import FederationError, UnreachableError
 from prefed.networks.federation.unix_socket import pack, unpack
-from prefed.privacy import Grid, guarantee_of
+from prefed.privacy import Grid, MetricSum, guarantee_of
+from prefed.privacy.distributed import discrete_gaussian
 from prefed.privacy.secure import Identity, Participant, fingerprint, sum_words
 from workers import make_place
 
@@ -113,18 +115,24 @@ def records(out):
     return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("method", "dies"), [("fedpdpo", None), ("feddpo", 2)])
+@pytest.mark.parametrize(("method", "dies"), [("fedpdpo", False), ("feddpo", True)])
 def test_a_federation_is_its_simulation(method, dies, place, tmp_path, seeded):
     """Bit for bit, with the same noise: the server's state, and metrics, which depend on clients' private
-    states. One hub dies in round 2 after two metrics, so that its sums are asked for again: the sites answer
-    as before and count each round once, and the hub counts three."""
+    states. One hub dies in the evaluation of round 2, so that its sums are asked for again: the sites answer
+    as before and count both releases of each round once, and the hub counts round 2 twice."""
     asked = private(place, method)
     run(asked, tmp_path / "alone")
     sites = opened(place, tmp_path)
     transport, resume = Within(sites), False
+
+    def die(site, request):
+        header, _ = unpack(request)
+        if (site, header["kind"], header.get("round"), header.get("exchange")) == ("site-c", "sum", 2, ""):
+            raise KeyboardInterrupt
+
     if dies:
         with pytest.raises(KeyboardInterrupt):
-            federate(asked, tmp_path / "over", transport, TERMS, callbacks=[toy.InterruptAt(4 + dies)])
+            federate(asked, tmp_path / "over", Within(sites, die), TERMS)
         resume = True
     summary = federate(asked, tmp_path / "over", transport, TERMS, resume=resume)
     closed(sites)
@@ -132,12 +140,12 @@ def test_a_federation_is_its_simulation(method, dies, place, tmp_path, seeded):
     for own, alone in zip(records(tmp_path / "over"), records(tmp_path / "alone"), strict=True):
         assert own["evaluation"] == alone["evaluation"]
         assert (own["sum_attempts"], own["sum_sites"]) == (1, [*NAMES])
-    releases = 3 if dies else 2
+    releases = 6 if dies else 4
     assert summary["privacy"]["releases"] == releases
     assert summary["privacy"]["epsilon"] == guarantee_of(asked.privacy, 4, 4).epsilon(releases, 1e-5)
     assert summary["privacy"]["colluders"] == 0
     for number, name in enumerate(NAMES):
-        assert spent(tmp_path, name) == {f"w{number}": 2 * 2.0**-2}
+        assert spent(tmp_path, name) == {f"w{number}": 4 * 2.0**-2}
 
 
 def test_the_sites_that_are_left_sum_anew_without_a_forgotten_client(place, tmp_path, monkeypatch):
@@ -161,13 +169,13 @@ def test_the_sites_that_are_left_sum_anew_without_a_forgotten_client(place, tmp_
     content = json.loads(certificate.read_bytes())
     assert "differential privacy" in content["guarantee"]
     assert {*content["sites"]} == {*NAMES}
-    assert [spent(tmp_path, name)[f"w{number}"] for number, name in enumerate(NAMES)] == [1, 1, 1, 0.5]
+    assert [spent(tmp_path, name)[f"w{number}"] for number, name in enumerate(NAMES)] == [2, 2, 2, 1]
 
 
 def test_a_hub_that_is_killed_at_any_message_gets_each_sum_once(place, tmp_path, seeded):
     """The n-th process of the hub is killed at its message 8 + 2n, before or after the site has it: those are
-    sums, metrics and the last models. The run ends as one process leaves it, and each site has counted two
-    releases, one a round."""
+    sums of updates and metrics, and the last models. The run ends as one process leaves it, and each site has
+    counted four releases, two a round."""
     asked = private(place)
     run(asked, tmp_path / "alone")
     sites, kills = opened(place, tmp_path), []
@@ -195,8 +203,9 @@ def test_a_hub_that_is_killed_at_any_message_gets_each_sum_once(place, tmp_path,
     closed(sites)
     assert len(kills) > 5
     assert server(tmp_path / "over") == server(tmp_path / "alone")
+    assert records(tmp_path / "over")[-1]["evaluation"] == records(tmp_path / "alone")[-1]["evaluation"]
     for number, name in enumerate(NAMES):
-        assert spent(tmp_path, name) == {f"w{number}": 2 * 2.0**-2}
+        assert spent(tmp_path, name) == {f"w{number}": 4 * 2.0**-2}
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -211,8 +220,8 @@ def test_the_noise_of_workers_and_of_one_process_is_the_same(place, tmp_path):
 
 def test_a_site_that_is_missing_costs_a_second_attempt(place, tmp_path):
     """Site d is away when it is asked in round 2. The others answer twice, with other words, and the sum is
-    of three. In round 3 d is still left out, and c is away, too: two are too few, the round merges nothing,
-    and the run continues. Each site counts its own releases."""
+    of three. In round 3 d is still left out, and c is away, too: two are too few, the round merges and
+    measures nothing, and the run continues. In round 4 d is back. Each site counts its own releases."""
     answers, gone = {}, {"d": {2}, "c": {3}}
 
     def before(site, request):
@@ -224,14 +233,14 @@ def test_a_site_that_is_missing_costs_a_second_attempt(place, tmp_path):
         def call(self, site, request, timeout, most):
             answer = super().call(site, request, timeout, most)
             header, _ = unpack(request)
-            if header["kind"] == "sum":
+            if header["kind"] == "sum" and header["exchange"]:
                 answers.setdefault((site, header["round"]), []).append(unpack(answer)[1])
             return answer
 
     sites = opened(place, tmp_path)
-    federate(private(place, rounds=3), tmp_path / "over", Listens(sites, before), TERMS)
+    federate(private(place, rounds=4), tmp_path / "over", Listens(sites, before), TERMS)
     closed(sites)
-    first, second, third = records(tmp_path / "over")
+    first, second, third, fourth = records(tmp_path / "over")
     assert (first["sum_attempts"], first["sum_sites"]) == (1, [*NAMES])
     assert (second["sum_attempts"], second["sum_sites"]) == (2, [*NAMES[:3]])
     # d is away in round 3, too: three are asked, and after one of them is gone two are left.
@@ -242,7 +251,10 @@ def test_a_site_that_is_missing_costs_a_second_attempt(place, tmp_path):
     assert one != other
     assert len(one) == len(other)
     counts = {name: round(sum(spent(tmp_path, name).values()) * 4) for name in NAMES}
-    assert counts == {"site-a": 4, "site-b": 4, "site-c": 3, "site-d": 1}
+    assert counts == {"site-a": 8, "site-b": 8, "site-c": 5, "site-d": 4}
+    assert second["evaluation"]["not_evaluated"] == {"w3": "its site is away"}
+    assert [each["evaluation"]["clients"] for each in (first, second, fourth)] == [4, 3, 3]
+    assert "evaluation" not in third
 
 
 def test_garbage_of_a_site_merges_nothing_and_names_what_it_can(place, tmp_path):
@@ -274,6 +286,83 @@ def test_garbage_of_a_site_merges_nothing_and_names_what_it_can(place, tmp_path)
     (dropped,) = second["dropped"]
     assert dropped["client"] == "w2"
     assert "not signed by its identity for this sum: it was changed" in dropped["reason"]
+
+
+def logged(folder, name, what):
+    """The entries of a site's log of one kind."""
+    (path,) = (folder / f"site-{name}/log").glob("*.jsonl")
+    return [each for line in path.read_text().splitlines() if (each := json.loads(line))["what"] == what]
+
+
+class Records(Within):
+    """Keeps all that the hub gets."""
+
+    def __init__(self, sites):
+        super().__init__(sites)
+        self.got = []
+
+    def call(self, site, request, timeout, most):
+        answer = super().call(site, request, timeout, most)
+        self.got.append((site, unpack(request)[0], answer))
+        return answer
+
+
+def test_the_hub_gets_only_the_sum_of_metrics(place, tmp_path, seeded):
+    """The control: without secure sums, it reads client w2's accuracy in an answer of site c. With them, no
+    answer has a metric, and the words of site c are not those of a sum. Whole numbers in plain Python, from
+    the metrics in the sites' logs and the same noise, give the words of all and the means in rounds.jsonl."""
+    sites = opened(place, tmp_path / "plain")
+    hub = Records(sites)
+    summary = federate(experiment(place, method="feddpo", rounds=1), tmp_path / "control", hub, TERMS)
+    closed(sites)
+    (read,) = [unpack(a)[1] for site, h, a in hub.got if (site, h["kind"]) == ("site-c", "evaluate")]
+    assert json.loads(read)["preference_accuracy"] == summary["preference_accuracy"]["per_client"]["w2"]
+
+    sites = opened(place, tmp_path)
+    hub = Records(sites)
+    federate(private(place, rounds=1), tmp_path / "over", hub, TERMS)
+    closed(sites)
+    assert not [site for site, _, answer in hub.got if b"accuracy" in answer]
+    words = {s: unpack(a)[1] for s, h, a in hub.got if h["kind"] == "sum" and not h["exchange"]}
+    own = [entry["figures"] for name in NAMES for entry in logged(tmp_path, name, "metrics")]
+    names = ("baseline_accuracy", "preference_accuracy", "reward_accuracy")
+    assert len(own) == 4
+    # z = 2, n = 4, c = 0, C = √3/2.
+    step = 2 * (3**0.5 / 2) / (2 * 2**24)
+    noise = [discrete_gaussian(64, 24, Key(5).at("draw", n).numpy().bytes) for n in range(4)]
+    total = [sum(int(draw[at]) for draw in noise) for at in range(64)]
+    for at, name in enumerate(names):
+        total[at] += sum(math.trunc((each[name] - 0.5) / step) for each in own)
+    assert total == [
+        (sum(map(int, column)) + 2**31) % 2**32 - 2**31
+        for column in zip(*(np.frombuffer(each, "<u4") for each in words.values()), strict=True)
+    ]
+    (record,) = records(tmp_path / "over")
+    for name, word in zip(names, total, strict=False):
+        metric = record["evaluation"][name]
+        assert metric["mean"] == pytest.approx(min(max(0.5 + step * word / 4, 0), 1), abs=1e-12)
+        assert metric["noise"] == pytest.approx(2 * (3**0.5 / 2) / 4)
+        assert (metric["per_client"], metric["mean_alone"]) == ({}, 4)
+    grid = MetricSum(names).grid(private(place).privacy, 4, 4)
+    assert grid.plausible(np.array(total))
+    assert not grid.plausible(np.frombuffer(words["site-c"], "<i4").astype(np.int64))
+
+
+def test_a_site_that_lets_no_metrics_leave_is_not_asked(place, tmp_path):
+    """The others' metrics are summed in one attempt: a refusal would cost them another release."""
+    sites = opened(place, tmp_path)
+    sites["site-b"].close()
+    content = sites["site-b"].config.model_dump()
+    content["limits"]["evaluate"] = False
+    sites["site-b"] = Site(type(sites["site-b"].config).model_validate(content))
+    warned = toy.Warned()
+    federate(private(place, rounds=1), tmp_path / "over", Within(sites), TERMS, callbacks=[warned])
+    closed(sites)
+    (record,) = records(tmp_path / "over")
+    assert record["evaluation"]["not_evaluated"] == {"w1": "its site lets no metrics leave"}
+    counts = {name: round(sum(spent(tmp_path, name).values()) * 4) for name in NAMES}
+    assert counts == {"site-a": 2, "site-b": 1, "site-c": 2, "site-d": 2}
+    assert "round 1: the metrics of 1 client are in no sum: its site lets no metrics leave" in warned.texts
 
 
 def test_too_few_sites_are_refused_before_the_run(place, tmp_path):
@@ -331,7 +420,7 @@ class Hub:
         return unpack(self.site.answer(pack(body, **common, **fields)))
 
     def request(
-        self, number=1, attempt=1, without=(), size=1024, body=None, clients=("w0",), exchange="train"
+        self, number=1, attempt=1, without=(), size=None, body=None, clients=("w0",), exchange="train"
     ):
         members = [self.own, *(Keys.of(o.member) for n, o in self.others.items() if n not in without)]
         asked = Sum(
@@ -340,7 +429,7 @@ class Hub:
             round=number,
             exchange=exchange,
             attempt=attempt,
-            size=size,
+            size=size or (1024 if exchange else 64),
             members=members,
             clients=dict.fromkeys(clients),
             order=order_digest(self.text, self.clients, []),
@@ -358,13 +447,17 @@ class Hub:
 
 
 class Draws(Here):
-    """A visit gives an update of ones, whatever was asked."""
+    """A visit gives an update of ones, and an evaluation an accuracy, whatever was asked."""
+
+    accuracy = 0.75
 
     def build(self, factory, threads):
         self.due = {"fingerprint": {"data": self.data, "model": ""}, "exchanges": ["train"]}
+        self.due["metrics"] = ["preference_accuracy"]
 
     def give(self, task, state, timeout):
-        self.due = {"message": b"", "withheld": "", "note": "", "state": None}
+        message = json.dumps({"preference_accuracy": self.accuracy}).encode()
+        self.due = {"message": message, "withheld": "", "note": "", "state": None}
 
 
 @pytest.fixture
@@ -507,9 +600,10 @@ def test_a_lying_hub_is_refused_by_name(hub):
     for changed in ({"round": 2}, {"size": 1023}, {"exchange": "score"}, {"session": "0" * 64}):
         header, _ = hub.say(hub.body, **{**fields, **changed})
         assert "changed on its way" in header["refused"] or "there is no sum" in header["refused"]
-    visit = {"kind": "visit", "client": "w0", "round": 1, "exchange": "train", "asked": 0, "receipt": None}
-    header, _ = hub.say(hub.body, **visit, order=fields["order"])
-    assert "no single upload leaves this site" in header["refused"]
+    for kind, exchange in (("visit", "train"), ("evaluate", "")):
+        task = {"kind": kind, "client": "w0", "round": 1, "exchange": exchange, "asked": 0, "receipt": None}
+        header, _ = hub.say(hub.body, **task, order=fields["order"])
+        assert "no upload and no metrics of a single client leave this site" in header["refused"]
     assert spent_by_w0(hub) == 0
 
 
@@ -543,12 +637,19 @@ MESSAGES = [(way, kind) for kind in ("join", "start", "sum") for way in ("to", "
 @settings(
     max_examples=4 * settings().max_examples, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.sampled_from(MESSAGES), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
-def test_a_flipped_bit_of_any_message_is_refused_or_changes_nothing(hub, which, place, bit):
-    """Of a run's join, start and sum, and of the answers to them: the hub reads why there are no words, or
-    words in which the other sites' masks cancel, and what is left is the site's update and noise."""
+@given(
+    st.sampled_from(MESSAGES),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 7),
+    st.sampled_from(["train", ""]),
+)
+def test_a_flipped_bit_of_any_message_is_refused_or_changes_nothing(hub, which, place, bit, exchange):
+    """Of a run's join, start and sum, of updates or metrics, and of the answers to them: the hub reads why
+    there are no words, or words in which the other sites' masks cancel, and what is left is the site's update
+    and noise."""
     hub.start_run()
     sites = Sites(Flips(hub.site, which, place, bit), "wards", hub.run, 1.0)
+    sites.secure = True
     why = ""
     try:
         sites.join("site-a", hub.text)
@@ -559,16 +660,36 @@ def test_a_flipped_bit_of_any_message_is_refused_or_changes_nothing(hub, which, 
         assert "site 'site-a' " in why
         return
     sites.keys |= {name: Keys.of(other.member) for name, other in hub.others.items()}
-    attempt = Attempt(1, "train", NAMES, 1024, {"site-a": {"w0": None}})
+    size = 1024 if exchange else 64
+    attempt = Attempt(1, exchange, NAMES, size, {"site-a": {"w0": None}})
     request = sites.request_sum(attempt, NAMES, 1, hub.body)["site-a"]
     answer, words = sites.sum("site-a", request, hub.body, 1.0)
     if not words:
         assert answer.refused or answer.failed or answer.unknown or answer.used
         return
-    session, grid = sites.session(request, hub.body), Grid.of(private(hub.place).privacy, 4, 4)
-    masks = [other.mask(np.zeros(1024, np.uint32), session) for other in hub.others.values()]
-    noise = sum_words([np.frombuffer(words, "<u4"), *masks]) - np.trunc(np.ones(1024) * 1e-3 / grid.step)
+    session, asked = sites.session(request, hub.body), private(hub.place).privacy
+    masks = [other.mask(np.zeros(size, np.uint32), session) for other in hub.others.values()]
+    grid = Grid.of(asked, 4, 4) if exchange else MetricSum(("preference_accuracy",)).grid(asked, 4, 4)
+    update = np.full(size, 1e-3) if exchange else np.eye(1, size)[0] / 4
+    noise = sum_words([np.frombuffer(words, "<u4"), *masks]) - np.trunc(update / grid.step)
     assert np.abs(noise).max() < 8 * 2**grid.bits
+
+
+@pytest.mark.parametrize("accuracy", [0.75, math.nan, 1.5, -1e-9])
+def test_a_metric_outside_its_range_is_named_at_the_site_and_in_no_sum(hub, monkeypatch, accuracy):
+    """Without noise, one sees what the site adds: 0 for a client without valid metrics, and it counts."""
+    monkeypatch.setattr(Draws, "accuracy", accuracy)
+    monkeypatch.setattr(Grid, "noise", lambda grid, size, source: np.zeros(size, np.int64))
+    _, session = hub.request(exchange="")
+    words = [np.frombuffer(hub.sum(exchange=""), "<u4")]
+    words += [other.mask(np.zeros(64, np.uint32), session) for other in hub.others.values()]
+    grid = MetricSum(("preference_accuracy",)).grid(private(hub.place).privacy, 4, 4)
+    valid = accuracy == 0.75
+    assert sum_words(words).tolist() == [math.trunc(0.25 / grid.step) if valid else 0, *[0] * 63]
+    failed = [(entry["client"], entry["failed"]) for entry in hub.site.log.entries() if "failed" in entry]
+    why = "its metrics are left out: 'preference_accuracy' is missing or not between 0 and 1"
+    assert failed == ([] if valid else [("w0", why)])
+    assert spent_by_w0(hub) == 1
 
 
 def test_a_budget_ends_sums(place, tmp_path, hub):

@@ -378,17 +378,22 @@ def test_a_cell_of_a_table_is_shown_before_its_run():
 
 def test_trust_models_are_compared_at_one_epsilon(tmp_path):
     """z = 1, C = 0.5 and 20 clients at five sites, of which one colludes: the noise on the mean is zC/m,
-    zC √(5/4)/m, and 2 z C/√m where each client adds its own and may be replaced."""
+    zC √(5/4)/m, and 2 z C/√m where each client adds its own and may be replaced. Under distributed noise
+    an evaluation is a release, too: one a round, so the others reach the same ε with 1/√2 of the noise. Its
+    metrics are √3/2 long."""
     pytest.importorskip("dp_accounting")
     file = tmp_path / "experiment.toml"
     file.write_text(to_toml(experiment(privacy={**DISTRIBUTED, "sites": 5})))
     models = json.loads(CliRunner().invoke(app, ["privacy", str(file), "--json"]).stdout)["trust_models"]
     assert [model["kind"] for model in models] == ["none", "central", "distributed", "local"]
-    expected = (0.0, 0.5 / 20, 0.5 / 20 * math.sqrt(5 / 4), 2 * 0.5 / math.sqrt(20))
+    expected = (0.0, 0.5 / 20 / 2**0.5, 0.5 / 20 * math.sqrt(5 / 4), 2 * 0.5 / math.sqrt(20) / 2**0.5)
     for model, noise in zip(models, expected, strict=True):
         assert model["noise"] == pytest.approx(noise, rel=1e-3)
     assert [model["bytes_up"] for model in models] == [80, 80, 20, 80]
     assert len({model["epsilon"] for model in models[1:]}) == 1
     assert models[2]["trusted"] == "the site; 1 of 5 may collude"
     shown = CliRunner().invoke(app, ["privacy", str(file)]).stdout
+    rounds, noise = experiment().rounds, (3 * 5 / 4) ** 0.5 / 2 / 20
+    assert f"covered: {rounds} of the releases are means" in shown
+    assert f"the noise on each is {noise:.2g}\n" in shown
     assert [line.split()[0] for line in shown.splitlines()[-5:-1]] == [model["kind"] for model in models]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpmath import mp, mpf
 
 from prefed.core import Key, Privacy
-from prefed.privacy import Grid, guarantee_of, source_of
+from prefed.privacy import Grid, MetricSum, guarantee_of, source_of
 from prefed.privacy.distributed import _Draws, discrete_gaussian
 
 SOURCES = {"seed": source_of(Key(1)), "system": source_of(None)}
@@ -125,6 +125,33 @@ def test_a_grid_that_does_not_fit_is_refused():
     for sites, colluders in ((2, 0), (3, 2), (10, 9)):
         with pytest.raises(ValueError, match="fewer than two are honest, or"):
             Grid.of(private(colluders=colluders), sites, 10)
+
+
+SHARES = st.lists(st.floats(0, 1), min_size=3, max_size=3)
+
+
+@given(st.lists(SHARES, min_size=1, max_size=20), st.integers(3, 50))
+def test_a_client_moves_a_sum_of_metrics_by_at_most_the_clip(clients, sites):
+    """C = √k/2, whatever its k shares are, and 2C if they are replaced. Without noise the means are exact but
+    for the step."""
+    metrics = MetricSum(("a", "b", "c"))
+    grid = metrics.grid(private(), sites, len(clients))
+    words = [grid.words(metrics.steps(dict(zip("abc", each, strict=True)))) for each in clients]
+    assert all(math.sqrt(int(each @ each)) * grid.step <= math.sqrt(3) / 2 + 1e-12 for each in words)
+    means = metrics.means(grid.numbers(sum(words)), len(clients))
+    assert list(means.values()) == pytest.approx(np.mean(clients, axis=0), abs=grid.step)
+    assert grid.deviation == pytest.approx(2 * math.sqrt(3) / 2)
+
+
+@pytest.mark.parametrize(("sites", "clients"), [(3, 3), (10, 200), (100, 10_000)])
+def test_random_words_are_no_sum_of_metrics(sites, clients):
+    """With the fewest words that a sum has; with one word a metric, most would be plausible."""
+    metrics = MetricSum(("preference_accuracy",))
+    grid, rng = metrics.grid(private(), sites, clients), np.random.default_rng(0)
+    random = rng.integers(-(2**31), 2**31, (500, metrics.size))
+    assert not any(map(grid.plausible, random))
+    if clients == 10_000:
+        assert sum(grid.plausible(each[:1]) for each in random) > 250
 
 
 def test_sums_that_cannot_be_are_found_and_sums_that_can_be_are_not():

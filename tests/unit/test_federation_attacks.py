@@ -59,7 +59,7 @@ class Stub:
     def build(self, factory, threads):
         Stub.started += 1
         self.rank = json.loads(factory.text)
-        self.due = {"fingerprint": {"data": "d", "model": "m"}, "exchanges": ["train"]}
+        self.due = {"fingerprint": {"data": "d", "model": "m"}, "exchanges": ["train"], "metrics": []}
 
     def give(self, task, state, timeout):
         what = decode_download(task.message).scalars["do"]
@@ -110,7 +110,7 @@ def opens(tmp_path, monkeypatch):
             return unpack(opened[-1].answer(pack(body, **{**common, **header})))[0]
 
         assert "clients" in say("join", experiment=text)
-        assert say("start", members=MEMBERS, unseen=[]) == {"fingerprint": {"model": "m"}, "keys": None}
+        assert say("start", members=MEMBERS, unseen=[])["fingerprint"] == {"model": "m"}
         say.site, say.got = opened[-1], got
         return say
 

@@ -239,6 +239,8 @@ class Experiment(StrictModel):
         problems = [*_problems_of_any_kind(self)]
         if kind in ("central", "distributed"):
             problems += [f"{each} (or use kind 'local')" for each in needs_single_uploads(self)]
+        if kind == "distributed" and self.evaluate.unseen:
+            problems.append("[evaluate] unseen: a mean over few newcomers would be all noise: remove it")
         if problems:
             raise ValueError(f"[privacy] kind = {kind!r}: {problems[0]}")
         return self

@@ -29,14 +29,18 @@ class FederatedMetric(TypedDict):
     Clients with fewer pairs than ``[privacy] minimum_pairs`` count in ``mean`` only, and ``mean_alone`` is
     their number. If together they have fewer than ``minimum_pairs`` pairs, ``mean`` excludes them too, and
     ``left_out`` is their number. Both keys are absent if there are no such clients.
+
+    Under distributed noise only the mean is known: ``per_client`` is empty, ``worst`` and ``worst_decile``
+    are absent, and ``noise`` is the standard deviation of the noise in ``mean``.
     """
 
     mean: Share
-    worst: Share
-    worst_decile: Share
-    per_client: Annotated[dict[str, Share], Field(min_length=1)]
+    worst: NotRequired[Share]
+    worst_decile: NotRequired[Share]
+    per_client: dict[str, Share]
     mean_alone: NotRequired[int]
     left_out: NotRequired[int]
+    noise: NotRequired[Amount]
 
 
 def metrics_of_clients(content: Mapping[str, Any]) -> dict[str, FederatedMetric]:

@@ -245,6 +245,7 @@ class Course(ABC):
               :class:`~prefed.train.metrics.FederatedMetric`, others as means over clients;
             - ``shared_accuracy`` of the published model, for personal methods;
             - ``text``, the health of the models' answers, if they are measured;
+            - under distributed noise instead the means of some metrics, see :meth:`measure`;
             - with newcomers, ``unseen_accuracy`` for each number of local steps, and for several selectors
               ``unseen_selectors``: the accuracy of each and of their vote;
             - ``split``, ``clients`` (number evaluated) and ``left_out`` (number without pairs in the split);
@@ -258,10 +259,7 @@ class Course(ABC):
         text = self._text(server, publish, number, last=number == job.rounds)
         if not job.evaluates(number):
             return None
-        answers, reasons = self._answers(publish, number, (*job.evaluation_clients, *job.newcomers))
-        pairs = self._pairs(job.evaluate.split)
-        figures, metrics = self._metrics(answers, job.evaluation_clients, pairs)
-        _, unseen = self._metrics(answers, job.newcomers, pairs)
+        evaluation, metrics = self.measure(publish, number)
         if not metrics:
             problem = "no client has valid metrics"
             if number == job.rounds:
@@ -270,6 +268,30 @@ class Course(ABC):
                 )
             self.warn(number, f"{problem}; the evaluation is skipped")
             return Evaluated(None)
+        standing = self._judge(publish, number, metrics, healthy=not text or not broken_text(text))
+        if text is None and standing is not None and standing.stopped:
+            text = self._text(server, publish, number, last=True)
+        last: Mapping[str, Any] = self.writer.last or {}
+        before = last.get("evaluation", {})
+        if warning := shift_warning(evaluation, before):
+            self.warn(number, warning)
+        if text is not None:
+            evaluation["text"] = text
+            if warning := text_warning(text, before.get("text")):
+                self.warn(number, warning)
+        return Evaluated(evaluation, standing)
+
+    def measure(
+        self, publish: Callable[[str], Download], number: int
+    ) -> tuple[dict[str, Any], Mapping[str, FederatedMetric]]:
+        """The record of an evaluation without ``text``, and the metrics over clients; both may be empty."""
+        job = self.job
+        answers, reasons = self.ask_metrics(publish, number, (*job.evaluation_clients, *job.newcomers))
+        pairs = self._pairs(job.evaluate.split)
+        figures, metrics = self._metrics(answers, job.evaluation_clients, pairs)
+        _, unseen = self._metrics(answers, job.newcomers, pairs)
+        if not metrics:
+            return {}, {}
         evaluation: dict[str, Any] = {name: metrics[name] for name in metrics if name not in MEAN_METRICS}
         evaluation |= {name: metrics[name]["mean"] for name in MEAN_METRICS if name in metrics}
         if SHIFT_ERROR in metrics:
@@ -288,19 +310,11 @@ class Course(ABC):
             evaluation["not_finite"] = broken
             self.warn(number, divergence_warning(broken, pairs))
         left_out = sum(not count for count in pairs.values())
-        evaluation |= {"split": job.evaluate.split, "clients": len(figures), "left_out": left_out}
-        standing = self._judge(publish, number, metrics, healthy=not text or not broken_text(text))
-        if text is None and standing is not None and standing.stopped:
-            text = self._text(server, publish, number, last=True)
-        last: Mapping[str, Any] = self.writer.last or {}
-        before = last.get("evaluation", {})
-        if warning := shift_warning(evaluation, before):
-            self.warn(number, warning)
-        if text is not None:
-            evaluation["text"] = text
-            if warning := text_warning(text, before.get("text")):
-                self.warn(number, warning)
-        return Evaluated(evaluation, standing)
+        return evaluation | {
+            "split": job.evaluate.split,
+            "clients": len(figures),
+            "left_out": left_out,
+        }, metrics
 
     def _text(
         self, server: State, publish: Callable[[str], Download], number: int, *, last: bool
@@ -327,14 +341,14 @@ class Course(ABC):
         if job.stop is None:
             return None
         if job.evaluate.split != "validation":
-            answers, _ = self._answers(publish, number, job.validation_clients, "validation")
+            answers, _ = self.ask_metrics(publish, number, job.validation_clients, "validation")
             _, metrics = self._metrics(answers, job.validation_clients, self._pairs("validation"))
         if not metrics:
             self.warn(number, "no client has valid validation metrics; early stopping ignores this round")
             return None if before is None else Standing(**before)
         return job.stop.judge(before, number, metrics, healthy=healthy)
 
-    def _answers(
+    def ask_metrics(
         self,
         publish: Callable[[str], Download],
         number: int,

@@ -102,6 +102,10 @@ class EvaluateConfig(StrictModel):
             find_metrics(value)
         return value
 
+    def due(self, number: int, rounds: int) -> bool:
+        """Return whether round ``number`` of ``rounds`` ends with an evaluation."""
+        return number == rounds or (self.every > 0 and number % self.every == 0)
+
     @model_validator(mode="after")
     def _newcomers(self) -> EvaluateConfig:
         if isinstance(self.unseen, int) and self.unseen < 0:

@@ -325,8 +325,7 @@ class Job:
 
     def evaluates(self, number: int) -> bool:
         """Return whether round ``number`` ends with an evaluation."""
-        every = self.evaluate.every
-        return number == self.rounds or (every > 0 and number % every == 0)
+        return self.evaluate.due(number, self.rounds)
 
     def exchange(self, name: str) -> Exchange:
         """The exchange with this name, of the method or of diagnostics."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,8 @@ import numpy as np
 from prefed.core import Exchange, Key, Layout, Plain, Round, State, Upload
 from prefed.engines.aggregation import Aggregation, aggregate
 from prefed.engines.job import Job
-from prefed.engines.validation import expected_groups
-from prefed.privacy import Guarantee, flat_steps, guarantee_of, mean_of_sum, noised_mean, source_of
+from prefed.engines.validation import expected_groups, summed_metrics
+from prefed.privacy import Grid, Guarantee, flat_steps, guarantee_of, mean_of_sum, noised_mean, source_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,6 +30,8 @@ def guarantee(job: Job) -> Guarantee:
 def most_releases(job: Job, number: int, starts: Mapping[int, int]) -> int:
     """The maximum number of releases of a client in the rounds up to ``number``, which determines ε.
 
+    Under ``distributed`` the metrics of an evaluation are a release as well.
+
     The schedule is fixed before the run, so this number does not depend on clients' data. A client counts
     even if it does not answer. With secret cohorts a round is a release of all clients.
 
@@ -45,6 +47,9 @@ def most_releases(job: Job, number: int, starts: Mapping[int, int]) -> int:
                 asked = job.members if everybody or exchange.to != "cohort" else visits
                 for client in asked:
                     counts[client] += starts.get(plan.number, 1)
+        if job.privacy.kind == "distributed" and job.evaluates(plan.number):
+            for client in job.evaluation_clients:
+                counts[client] += starts.get(plan.number, 1)
     return max(counts.values(), default=0)
 
 
@@ -101,7 +106,7 @@ def merge_noised(
     cohort = job.cohort_size if exchange.to == "cohort" else len(job.members)
     download = exchange.send(server, job.members[0], now)
     if total is None:
-        key = _noise_key(job, exchange, now)
+        key = _noise_key(job, exchange.name, now)
         mean = noised_mean(uploads, download, exchange, layouts, cohort, job.privacy, key)
     else:
         mean = mean_of_sum(total, download, exchange, layouts, cohort)
@@ -124,17 +129,41 @@ def simulated_sum(job: Job, uploads: Sequence[Upload], exchange: Exchange, now: 
     Args:
         uploads: from :func:`~prefed.privacy.clipped_steps`.
     """
-    sites = job.privacy.sites or len(job.members)
-    grid = job.grid(sites)
     size = sum(layout.size for layout in shared_groups(job, exchange, now).values())
+    grid, key = job.grid(simulated_sites(job)), _noise_key(job, exchange.name, now)
+    return _noised_sum(map(flat_steps, uploads), size, grid, key)
+
+
+def simulated_means(
+    job: Job, answers: Mapping[str, Mapping[str, float]], clients: int, now: Round
+) -> tuple[dict[str, float], float]:
+    """The means of metrics that a federation's hub would get, and the standard deviation of their noise.
+
+    Args:
+        answers: client → its metrics.
+        clients: number of clients that were asked.
+    """
+    metrics, sites = summed_metrics(job), simulated_sites(job)
+    grid, key = metrics.grid(job.privacy, sites, len(job.members)), _noise_key(job, "", now)
+    total = _noised_sum(map(metrics.steps, answers.values()), metrics.size, grid, key)
+    return metrics.means(total, clients), grid.deviation / clients
+
+
+def simulated_sites(job: Job) -> int:
+    """The number of sites of a simulation."""
+    return job.privacy.sites or len(job.members)
+
+
+def _noised_sum(
+    steps: Iterable[NDArray[np.float64]], size: int, grid: Grid, key: Key | None
+) -> NDArray[np.float64]:
     total = np.zeros(size, np.int64)
-    for upload in uploads:
-        total += grid.words(flat_steps(upload))
-    key = _noise_key(job, exchange, now)
-    for site in range(sites):
+    for each in steps:
+        total += grid.words(each)
+    for site in range(grid.sites):
         total += grid.noise(size, source_of(key and key.at("site", site)))
     return grid.numbers(total)
 
 
-def _noise_key(job: Job, exchange: Exchange, now: Round) -> Key | None:
-    return None if job.privacy.draws == "system" else now.key.at("exchange", exchange.name).at("noise")
+def _noise_key(job: Job, exchange: str, now: Round) -> Key | None:
+    return None if job.privacy.draws == "system" else now.key.at("exchange", exchange).at("noise")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from prefed.core import Exchange, Plain, Round, State, Upload
+from prefed.core import Download, Exchange, Plain, Round, State, Upload
+from prefed.core.records import FederatedMetric
 from prefed.core.wire import decode_state, encode
 from prefed.engines.aggregation import Aggregation, aggregate
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
@@ -126,6 +127,45 @@ class ServerRounds(Course):
 
         total = simulated_sum(self.job, uploads, exchange, now)
         return merge_noised(self.job, server, uploads, exchange, now, total), invalid
+
+    def measure(
+        self, publish: Callable[[str], Download], number: int
+    ) -> tuple[dict[str, Any], Mapping[str, FederatedMetric]]:
+        """Under distributed noise, means of the clients' metrics from a sum with noise; no single metric."""
+        job = self.job
+        if job.privacy.kind != "distributed":
+            return super().measure(publish, number)
+        means, deviation, reasons = self.sum_metrics(publish, number)
+        count = len(job.evaluation_clients) - len(reasons)
+        metrics: dict[str, FederatedMetric] = {
+            name: {"mean": mean, "per_client": {}, "mean_alone": count, "noise": deviation}
+            for name, mean in means.items()
+        }
+        evaluation: dict[str, Any] = {**metrics, **({"not_evaluated": reasons} if reasons else {})}
+        left_out = len(job.trainers.clients) - len(job.evaluation_clients)
+        return evaluation | {
+            "split": job.evaluate.split,
+            "clients": count,
+            "left_out": left_out,
+        }, metrics
+
+    def sum_metrics(
+        self, publish: Callable[[str], Download], number: int
+    ) -> tuple[dict[str, float], float, dict[str, str]]:
+        """The metrics of an evaluation under distributed noise, here of simulated sites.
+
+        A client without valid metrics counts as ½ in each mean, as at a site, which does not say so.
+
+        Returns:
+            Metric → its mean, empty without a sum; the standard deviation of the noise in each; and client →
+            why it is not in the sum.
+        """
+        from prefed.engines.privacy import simulated_means
+
+        asked = self.job.evaluation_clients
+        answers, _ = self.ask_metrics(publish, number, asked)
+        means, deviation = simulated_means(self.job, answers, len(asked), self.job.round(number))
+        return means, deviation, {}
 
     def _collect(
         self,

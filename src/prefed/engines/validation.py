@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from prefed.core import Exchange, Layout, Owner, Ownership, Round, Tensors, Upload
 from prefed.core.text import printable
@@ -14,7 +15,16 @@ from prefed.core.wire import WireError, decode_upload, upload_limits
 from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
 from prefed.merge.uploads import LARGEST
-from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS, TABLE, selector_metrics
+from prefed.train.metrics import (
+    ACCURACY_METRICS,
+    COMPARED_METRICS,
+    MEAN_METRICS,
+    TABLE,
+    selector_metrics,
+)
+
+if TYPE_CHECKING:
+    from prefed.privacy import MetricSum
 
 MAX_REASON = 300
 """Maximum characters of a reason."""
@@ -147,21 +157,35 @@ def _expected_figures(job: Job, client: str, content: Collection[str] = ()) -> l
     if client in job.unseen:
         vote = ["majority_accuracy", *single] if job.jury else []
         return [*job.newcomer_figures, *vote]
-    rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
-    choices = job.method.reads == "choice"
     sent = {TABLE[name].of for name in content if name in TABLE}
     kind = job.feedback.name
-    if "pairs" in sent and kind not in sent and not choices:
+    if "pairs" in sent and kind not in sent and job.method.reads != "choice":
         kind = "pairs"
-    who = {"all", kind, f"some {kind}"} | ({"reward heads"} if rewards and not choices else set())
-    # Several published models form a jury; there is no single shared model.
-    who |= {"several selectors"} if job.jury else {"personal models"} if job.method.personal else set()
+    who = {kind, f"some {kind}"} | _models(job)
     own = [metric.name for metric in job.metrics]
 
     def expected(name: str) -> bool:
         return (of := TABLE[name].of) in who and (not of.startswith("some ") or name in content)
 
     return [*filter(expected, ACCURACY_METRICS), *single, *own, *filter(expected, MEAN_METRICS)]
+
+
+def _models(job: Job) -> set[str]:
+    """What has metrics in this run, whatever a client's feedback: ``of`` of rows of the table of metrics."""
+    rewards = any(entry.part == "reward" for entry in job.trainers.initial.layout.entries)
+    who = {"all", "reward heads"} if rewards and job.method.reads != "choice" else {"all"}
+    # Several published models form a jury; there is no single shared model.
+    return who | (
+        {"several selectors"} if job.jury else {"personal models"} if job.method.personal else set()
+    )
+
+
+def summed_metrics(job: Job) -> MetricSum:
+    """The metrics of which a server gets a sum under ``distributed``: those that runs are compared by."""
+    from prefed.privacy import MetricSum
+
+    names = [name for name in COMPARED_METRICS if TABLE[name].of in _models(job)]
+    return MetricSum((*names, *(metric.name for metric in job.metrics)))
 
 
 def validate_upload(

@@ -6,12 +6,14 @@ from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.privacy.accountant import Guarantee, guarantee_of
-    from prefed.privacy.distributed import Grid, source_of
+    from prefed.privacy.distributed import Grid, MetricError, MetricSum, source_of
     from prefed.privacy.mechanism import clipped_steps, flat_steps, mean_of_sum, noised_mean, privatize
 
 __all__ = [
     "Grid",
     "Guarantee",
+    "MetricError",
+    "MetricSum",
     "clipped_steps",
     "flat_steps",
     "guarantee_of",

@@ -11,13 +11,16 @@ private, ε² ≤ 1/z² + τ d/2, τ = 10 Σ_{j=1}^{n−c−1} exp(−2π² 4^k 
 arXiv:2102.06387, theorem 1, first term). With k ≥ 4 the second term is below 10^-1000 for any number of sites
 and numbers, so ε is that of the continuous Gaussian with multiplier z. Reducing a sum modulo 2^32 reveals
 nothing more.
+
+Metrics are sums, too (:class:`MetricSum`): k shares of a client, each less ½, are an update with C = √k/2, so
+with the same z they have the same ε.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +39,7 @@ below 2 exp(−72) < 10^-31, and then only its value is wrong."""
 _FINEST, _COARSEST = 24, 4
 """Bounds on k. Above 24 the sampler's numbers would exceed 63 bits, below 4 noise would not be Gaussian."""
 _CHUNK = 1 << 16
+_LEAST_WORDS = 64
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,53 @@ class Grid:
         """A sum in the unit of updates."""
         numbers: NDArray[np.float64] = total.astype(np.float64) * self.step
         return numbers
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the noise of all sites on a number of a sum, in the unit of updates."""
+        return self.step * float(2**self.bits * math.sqrt(self.sites))
+
+
+class MetricError(ValueError):
+    """A client's metric cannot be in a sum. The message names it."""
+
+
+@dataclass(frozen=True)
+class MetricSum:
+    """Clients' metrics as a sum: a client adds each of its k shares less ½, and 0 without valid ones.
+
+    Attributes:
+        names: the metrics, which every client has.
+    """
+
+    names: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of words. Some are only noise, because a sum of few random words is often plausible."""
+        return max(_LEAST_WORDS, len(self.names))
+
+    def grid(self, privacy: Privacy, sites: int, clients: int) -> Grid:
+        """The fixed-point numbers of the sum; as :meth:`Grid.of`."""
+        return Grid.of(privacy.model_copy(update={"clip": math.sqrt(len(self.names)) / 2}), sites, clients)
+
+    def steps(self, metrics: Mapping[str, float]) -> NDArray[np.float64]:
+        """What a client adds.
+
+        Raises:
+            MetricError: a metric is missing, or not between 0 and 1.
+        """
+        for name in self.names:
+            if not 0 <= metrics.get(name, math.nan) <= 1:
+                raise MetricError(f"{name!r} is missing or not between 0 and 1")
+        steps = np.zeros(self.size)
+        steps[: len(self.names)] = [metrics[name] - 0.5 for name in self.names]
+        return steps
+
+    def means(self, total: NDArray[np.float64], clients: int) -> dict[str, float]:
+        """Metric → its mean over clients, within [0, 1]; ``total`` is a sum in the unit of steps."""
+        means = np.clip(0.5 + total[: len(self.names)] / clients, 0.0, 1.0)
+        return dict(zip(self.names, means.tolist(), strict=True))
 
 
 def source_of(key: Key | None) -> Source:

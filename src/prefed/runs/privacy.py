@@ -41,7 +41,19 @@ def plan(experiment: Experiment, clients: int | None = None) -> tuple[Guarantee,
             f"[cohort] size = {cohort}, but {clients} clients train: lower the size, or change --clients"
         )
     promised = guarantee_of(privacy, clients, cohort, experiment.cohort.sampling)
-    return promised, _most_visits(experiment, clients, cohort, promised)
+    return promised, _most_releases(experiment, clients, cohort, promised)
+
+
+def _most_releases(experiment: Experiment, clients: int, cohort: int, promised: Guarantee) -> int:
+    # Metrics have noise under distributed alone.
+    measured = 0 if promised.colluders is None else evaluations(experiment)
+    return _most_visits(experiment, clients, cohort, promised) + measured
+
+
+def evaluations(experiment: Experiment) -> int:
+    """The number of rounds that end with an evaluation."""
+    rounds = experiment.rounds
+    return sum(experiment.evaluate.due(number, rounds) for number in range(1, rounds + 1))
 
 
 def _most_visits(experiment: Experiment, clients: int, cohort: int, promised: Guarantee) -> int:
@@ -52,6 +64,22 @@ def _most_visits(experiment: Experiment, clients: int, cohort: int, promised: Gu
     for number in range(1, experiment.rounds + 1):
         visits.update(draw_cohort(seed.at("round", number), clients, cohort, sampling))
     return max(visits.values(), default=0)
+
+
+def metrics_note(experiment: Experiment, promised: Guarantee) -> str:
+    """Whether epsilon covers clients' metrics, and what their noise is.
+
+    Args:
+        promised: from :func:`plan`.
+    """
+    if promised.colluders is None:
+        return "not covered: each client sends its own, without noise"
+    sites = experiment.privacy.sites or promised.clients
+    price = math.sqrt(3 * sites / (sites - promised.colluders)) / 2 / promised.clients
+    return (
+        f"covered: {evaluations(experiment)} of the releases are means over all clients; with three metrics, "
+        f"the noise on each is {promised.noise_multiplier * price:.2g}"
+    )
 
 
 class TrustModel(NamedTuple):
@@ -93,7 +121,7 @@ def trust_models(experiment: Experiment, promised: Guarantee, epsilon: float) ->
     ):
         fields = {"kind": kind, "secret_cohorts": privacy.secret_cohorts if kind == "central" else None}
         own = guarantee_of(privacy.model_copy(update=fields), clients, cohort, experiment.cohort.sampling)
-        count = _most_visits(experiment, clients, cohort, own)
+        count = _most_releases(experiment, clients, cohort, own)
         noise = own.noise_for(epsilon, count, privacy.delta)
         price = price or math.sqrt(sites / (sites - colluders)) / cohort
         models.append(TrustModel(kind, trusted, epsilon, noise, noise * clip * price, 4 * uploads))

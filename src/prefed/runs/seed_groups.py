@@ -95,7 +95,9 @@ def by_seed(case: Case, name: str, of: str = "mean") -> dict[int, float]:
         of: ``"mean"``, ``"worst"`` or ``"worst_decile"`` over clients.
     """
     figures = ((run.seed, run.summary.get(name)) for run in case.runs)
-    return {seed: float(figure[of]) for seed, figure in figures if isinstance(figure, Mapping)}
+    return {
+        seed: float(figure[of]) for seed, figure in figures if isinstance(figure, Mapping) and of in figure
+    }
 
 
 def spent(case: Case, what: str) -> dict[int, float]:

@@ -160,7 +160,7 @@ class SweepCell:
                     "seed": seed,
                     "last": figures[-1]["mean"],
                     "best": top["mean"],
-                    "worst": top["worst"],
+                    "worst": top.get("worst"),
                     "clients": top.get("per_client", {}),
                     "bytes": _sent(run),
                     "seconds": run.summary["seconds"],

@@ -72,7 +72,7 @@ class Worker(PoolWorker):
             )
 
     def build(self, factory: JobFactory, threads: int) -> None:
-        """Make the worker build its job. The answer has ``fingerprint`` and the names of ``exchanges``."""
+        """Make the worker build its job. The answer is that of :meth:`TaskServer.build`."""
         self._send(builder=factory.builder, text=factory.text, threads=threads)
 
     def ask(self, task: Task, state: bytes | None) -> None:

@@ -24,6 +24,7 @@ import torch
 from prefed.core.text import is_ours
 from prefed.engines.backend import Backend, BackendSettings, JobFactory, WorkerError, peak_memory_mb
 from prefed.engines.tasks import ClientStates, MemoryStates, Task, TaskResult, run_task
+from prefed.engines.validation import summed_metrics
 
 _log = logging.getLogger("prefed")
 
@@ -232,7 +233,8 @@ class TaskServer:
     """Runs in a worker: builds the job once and runs tasks."""
 
     def build(self, factory: JobFactory, threads: int, folder: Path | None = None) -> dict[str, Any]:
-        """Build the job; return its ``fingerprint`` and the names of its ``exchanges``.
+        """Build the job; return its ``fingerprint``, and the names of its ``exchanges`` and ``metrics``
+        for sums.
 
         Args:
             folder: as for :meth:`JobFactory.build`.
@@ -240,7 +242,10 @@ class TaskServer:
         torch.set_num_threads(threads)
         self.job = factory.build(folder)
         exchanges = [exchange.name for exchange in self.job.method.exchanges]
-        return {"fingerprint": dict(self.job.trainers.fingerprint), "exchanges": exchanges}
+        summed = self.job.privacy.kind == "distributed"
+        metrics = list(summed_metrics(self.job).names) if summed else []
+        fingerprint = dict(self.job.trainers.fingerprint)
+        return {"fingerprint": fingerprint, "exchanges": exchanges, "metrics": metrics}
 
     def do(self, state: bytes | None, **task: Any) -> dict[str, Any]:
         """Run a task; return the fields of its result, and ``state``: the client's next state or ``None``."""

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import parse_toml
-from prefed.core import Callback, Exchange, Plain, Round, State, Tensors, Upload, files
+from prefed.core import Callback, Download, Exchange, Plain, Round, State, Tensors, Upload, files
 from prefed.core.records import Summary
 from prefed.core.text import pluralize, printable
 from prefed.core.wire import encode
@@ -24,11 +24,12 @@ from prefed.engines.aggregation import Aggregation
 from prefed.engines.base_rounds import Tally
 from prefed.engines.privacy import merge_noised, shared_groups
 from prefed.engines.server_rounds import Asked
-from prefed.engines.validation import longest_answer
+from prefed.engines.validation import longest_answer, summed_metrics
 from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.hub import Attempt, FederationBackend, Sites
 from prefed.networks.federation.messages import PACKAGES, Joined, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
+from prefed.privacy import Grid
 from prefed.privacy.secure import LEAST
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
@@ -36,6 +37,10 @@ from prefed.runs.finished_run import read_summary
 from prefed.runs.rounds import conclude, round_answers
 from prefed.runs.start_or_resume import commit_start, digests_of, open_run, reconcile
 from prefed.store import RunWriter
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 FILE = "federation.json"
@@ -141,7 +146,7 @@ def _run(
     sites = Sites(transport, terms.federation, run, PREPARE, code)
     wanted = tuple(known["sites"]) if known else terms.sites
     if experiment.privacy.kind == "distributed":
-        experiment = _with_colluders(experiment, len(wanted))
+        sites.secure, experiment = True, _with_colluders(experiment, len(wanted))
     text = experiment_for_sites(experiment)
     if set(terms.sites) != set(wanted):
         callback.on_warning(
@@ -236,37 +241,101 @@ class _Rounds(ServerRounds):
         groups = shared_groups(job, exchange, now)
         size = sum(layout.size for layout in groups.values())
         clients = backend.sites_of(asked.client for wave in waves for asked in wave)
-        least = _fewest_sites(job.privacy.colluding(0))
+        grid_of = partial(Grid.of, job.privacy, clients=len(job.members))
+        found = self._attempts(exchange.name, now.number, message, size, clients, grid_of, tally)
+        if not found.present:
+            raise RoundError(f"round {now.number}: no site answered in {exchange.name!r}: {found.reason}")
+        tally.figures |= {"sum_attempts": found.attempts, "sum_sites": list[Plain](found.sites)}
+        if found.total is None:
+            return Aggregation(server, (), (), found.reason), [*found.missing.items()]
+        nothing = {name: Tensors.zeros(layout) for name, layout in groups.items()}
+        # What the hub may know of each upload: that it is in the sum.
+        uploads = [Upload(c, 1.0, nothing, {}, now.number) for site in found.sites for c in clients[site]]
+        merged = merge_noised(job, server, uploads, exchange, now, found.total)
+        return merged, [*found.missing.items()]
+
+    def sum_metrics(
+        self, publish: Callable[[str], Download], number: int
+    ) -> tuple[dict[str, float], float, dict[str, str]]:
+        job, metrics, tally = self.job, summed_metrics(self.job), Tally()
+        everybody = self.backend.sites_of(job.evaluation_clients)
+        clients = {s: own for s, own in everybody.items() if s not in self.backend.unevaluated}
+        message = encode(publish(job.evaluation_clients[0]))
+        grid_of = partial(metrics.grid, job.privacy, clients=len(job.members))
+        found = self._attempts("", number, message, metrics.size, clients, grid_of, tally)
+        silent = [c for site in everybody.keys() - clients.keys() for c in everybody[site]]
+        missing = {**found.missing, **dict.fromkeys(silent, "its site lets no metrics leave")}
+        if missing:
+            why = found.reason or ", ".join(sorted({*missing.values()}))
+            who = pluralize(len(missing), "client", "clients")
+            self.warn(number, f"the metrics of {who} are in no sum: {why}")
+        count = len(job.evaluation_clients) - len(missing)
+        if found.total is None or not count:
+            return {}, 0.0, missing
+        return metrics.means(found.total, count), grid_of(len(found.sites)).deviation / count, missing
+
+    def _attempts(
+        self,
+        exchange: str,
+        number: int,
+        message: bytes,
+        size: int,
+        clients: Mapping[str, Mapping[str, str | None]],
+        grid_of: Callable[[int], Grid],
+        tally: Tally,
+    ) -> _Found:
+        """Try to get a secure sum, twice.
+
+        Args:
+            exchange: empty for an evaluation.
+            clients: site to ask → its clients → the receipts of their private states.
+            grid_of: number of sites → the fixed-point numbers of their sum.
+        """
+        least, what = _fewest_sites(self.job.privacy.colluding(0)), repr(exchange or "evaluation")
         sites, why, lost = list(clients), dict[str, str](), dict[str, str]()
-        for number in ATTEMPTS:
-            attempt = Attempt(number, exchange.name, sites, size, clients)
-            if number > 1:
+        for count in ATTEMPTS:
+            attempt = Attempt(count, exchange, sites, size, clients)
+            if count > 1:
                 # Other sites have answered already, with noise that may have reached the hub.
-                self.writer.starts.add(now.number)
-                self.warn(now.number, f"no sum in {exchange.name!r} ({_named(why)}): second attempt")
-            sites, total, why = backend.sum(now.number, message, attempt, least)
+                self.writer.starts.add(number)
+                self.warn(number, f"no sum in {what} ({_named(why)}): second attempt")
+            sites, words, why = self.backend.sum(number, message, attempt, least)
             lost |= why
             tally.bytes_down += len(message) * (len(sites) + len(why))
             tally.bytes_up += 4 * size * len(sites)
-            if total is not None or len(sites) < least:
+            if words is not None or len(sites) < least:
                 break
-        if not sites:
-            raise RoundError(f"round {now.number}: no site answered in {exchange.name!r}: {_named(why)}")
-        grid = None if total is None else job.grid(len(sites))
-        reason = f"no sum of {least} sites or more in {exchange.name!r}"
-        if total is not None and grid is not None and not grid.plausible(total):
-            grid, reason = None, f"a site sent something else than it should: {', '.join(sites)}"
-        summed = sites if grid is not None else []
-        tally.figures |= {"sum_attempts": number, "sum_sites": list[Plain](summed)}
-        if total is None or grid is None:
-            unused = [(c, lost.get(site, UNUSED)) for site in clients for c in clients[site]]
-            return Aggregation(server, (), (), reason), unused
-        nothing = {name: Tensors.zeros(layout) for name, layout in groups.items()}
-        # What the hub may know of each upload: that it is in the sum.
-        uploads = [Upload(c, 1.0, nothing, {}, now.number) for site in sites for c in clients[site]]
-        away = [site for site in clients if site not in sites]
-        missing = [(c, lost.get(site, "its site is away")) for site in away for c in clients[site]]
-        return merge_noised(job, server, uploads, exchange, now, grid.numbers(total)), missing
+        present, total, reason = sites, None, ""
+        if words is None:
+            reason = f"no sum of {least} sites or more in {what}" if sites else _named(lost)
+        elif (grid := grid_of(len(sites))).plausible(words):
+            total = grid.numbers(words)
+        else:
+            reason = f"a site sent something else than it should: {', '.join(sites)}"
+        sites = sites if total is not None else []
+        usual = "its site is away" if sites else UNUSED
+        missing = {c: lost.get(s, usual) for s in clients if s not in sites for c in clients[s]}
+        return _Found(sites, total, count, present, missing, reason)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What came of the attempts at a secure sum.
+
+    Attributes:
+        sites: those in the sum; empty without one.
+        total: the sum in the unit of updates; ``None`` without one.
+        present: the sites that answered at last.
+        missing: client → why it is not in the sum.
+        reason: why there is no sum.
+    """
+
+    sites: Sequence[str]
+    total: NDArray[np.float64] | None
+    attempts: int
+    present: Sequence[str]
+    missing: Mapping[str, str]
+    reason: str
 
 
 def _fewest_sites(colluders: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -77,6 +77,7 @@ class Attempt:
     """An attempt at the secure sum of an exchange.
 
     Attributes:
+        exchange: empty for an evaluation.
         sites: those to ask, unless they are away.
         size: number of words.
         clients: site → its clients of the cohort → the receipts of their private states.
@@ -99,6 +100,9 @@ class Sites:
     Attributes:
         most: client, exchange, round → the maximum bytes of an answer. The exchange of an evaluation is
             ``""``. Longer answers are not read.
+        secure: whether the run has secure sums.
+        keys: site → its keys for them.
+        unevaluated: the sites whose limits let no metrics leave.
     """
 
     def __init__(
@@ -115,7 +119,8 @@ class Sites:
         self._code = dict(code or {})
         self._experiment, self._members, self._unseen = "", list[str](), list[str]()
         self._order, self._model = "", ""
-        self.keys = dict[str, Keys]()
+        self.secure, self.keys = False, dict[str, Keys]()
+        self.unevaluated = set[str]()
 
     def connected(self) -> frozenset[str]:
         """The reachable sites."""
@@ -162,6 +167,10 @@ class Sites:
             )
         if started.keys is not None:
             self.keys[site] = started.keys
+        elif self.secure:
+            raise SiteError(f"site {site!r} sent no key for secure sums: install the same version of prefed")
+        if not started.evaluates:
+            self.unevaluated.add(site)
 
     def hello(self, site: str) -> str:
         """Greet a site. Return why it does not answer; empty if it does."""
@@ -440,6 +449,11 @@ class FederationBackend(Backend):
                         self._receipts.stage(client, receipt_state(site, receipt))
         total = None if reasons else sum_words([uploads[site] for site in sites])
         return sorted(again), total, reasons
+
+    @property
+    def unevaluated(self) -> Set[str]:
+        """The sites whose limits let no metrics leave."""
+        return self._sites.unevaluated
 
     def sites_of(self, clients: Iterable[str]) -> dict[str, dict[str, str | None]]:
         """Site → each of these clients that it has → the receipt of its private state."""

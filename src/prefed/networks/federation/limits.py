@@ -153,7 +153,8 @@ def check_task(
     if task.kind == "evaluate" and not limits.evaluate:
         raise RefusalError("[limits] evaluate = false: no metrics over held-out pairs leave this site")
     held_out = pairs[2] if experiment.evaluate.split == "test" else pairs[1]
-    if task.kind == "evaluate" and not experiment.privacy.may_report(held_out):
+    single = experiment.privacy.kind != "distributed"
+    if task.kind == "evaluate" and single and not experiment.privacy.may_report(held_out):
         raise RefusalError(
             f"[privacy] minimum_pairs = {experiment.privacy.minimum_pairs}: the client has only {held_out} "
             "held-out pairs, so its metrics do not leave this site"

@@ -160,9 +160,10 @@ class Keys(Message):
 
 
 class Sum(Request):
-    """Train the site's clients of a cohort, and send the masked sum of their updates.
+    """Train or evaluate clients of the site, and send the masked sum of their updates or metrics.
 
     Attributes:
+        exchange: empty for an evaluation.
         attempt, size, members: as in :class:`~prefed.privacy.secure.Session`.
         clients: client → receipt of its private state; ``None`` for the initial state.
         order: from :func:`order_digest`.
@@ -258,10 +259,12 @@ class Started(Answer):
 
     Attributes:
         keys: for secure sums.
+        evaluates: whether the site's limits let metrics leave.
     """
 
     fingerprint: dict[str, str]
     keys: Keys | None = None
+    evaluates: bool = True
 
 
 class Done(Answer):

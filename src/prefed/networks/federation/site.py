@@ -71,7 +71,7 @@ from prefed.networks.federation.messages import (
 from prefed.networks.federation.privacy_ledger import Releases
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
-from prefed.privacy import Grid, flat_steps, source_of
+from prefed.privacy import Grid, MetricError, MetricSum, flat_steps, source_of
 from prefed.privacy.secure import Identity, Participant, SecureError
 from prefed.privacy.secure import check_members as check_sites
 from prefed.runs.build import code_digests
@@ -114,6 +114,7 @@ class Site:
         self._turn = Lock()
         self._run, self._order, self._fingerprint = "", "", ""
         self._exchanges: list[str] = []
+        self._metrics: list[str] = []
         self._experiment: Experiment | None = None
         self._worker: Worker | None = None
         self._answers: OrderedDict[str, bytes] = OrderedDict()
@@ -244,12 +245,13 @@ class Site:
         order |= {"members": members, "unseen": unseen}
         order |= {"order": order_digest(order["experiment"], members, unseen)}
         self._begin(run, order)
-        order |= {"exchanges": self._exchanges}
+        order |= {"exchanges": self._exchanges, "metrics": self._metrics}
         self._write_order(run, order)
         keys = None
         if self._experiment is not None and self._experiment.privacy.kind == "distributed":
             keys = Keys.of(self._participant(run).member).model_dump()
-        return pack(fingerprint={"model": self._fingerprint}, keys=keys)
+        evaluates = self.config.limits.evaluate
+        return pack(fingerprint={"model": self._fingerprint}, keys=keys, evaluates=evaluates)
 
     def _participant(self, run: str) -> Participant:
         """This process in the secure sums of a run. A new process has new keys."""
@@ -293,6 +295,7 @@ class Site:
             raise
         self._run, self._order, self._experiment, self._worker = run, digest, experiment, worker
         self._fingerprint, self._exchanges = fields["fingerprint"]["model"], fields["exchanges"]
+        self._metrics = fields["metrics"]
         rounds = pluralize(experiment.rounds, "round", "rounds")
         self._say(f"run {run[:8]}: {experiment.method.name}, {rounds}")
 
@@ -317,8 +320,10 @@ class Site:
         check_task(task, experiment, self.config, order["pairs"][task.client], order["exchanges"])
         check_download(body, "the task's download")
         privacy = experiment.privacy
-        if task.kind == "visit" and privacy.kind == "distributed":
-            raise RefusalError("[privacy] kind = 'distributed': no single upload leaves this site")
+        if privacy.kind == "distributed":
+            raise RefusalError(
+                "[privacy] kind = 'distributed': no upload and no metrics of a single client leave this site"
+            )
         noisy = task.kind == "visit" and privacy.kind == "local" and privacy.noise > 0
         if noisy:
             self._releases.check(own, privacy, self.config.limits)
@@ -335,9 +340,6 @@ class Site:
         sent = {"bytes": len(message), **contents(task.kind, message), "withheld": fields["withheld"]}
         self.log.add(what, run=run, round=task.round, client=task.client, **sent)
         self._say(f"run {run[:8]}: round {task.round}, {what}, {task.client}")
-        if note := fields["note"]:
-            self.log.add("text", run=run, round=task.round, client=task.client, noted=note)
-            self._say(f"run {run[:8]}: round {task.round}, text of {task.client}: {note}")
         new = kept if kept != receipt else None
         # The reason is free of noise and may depend on the training data.
         withheld = WITHHELD if noisy and fields["withheld"] else fields["withheld"]
@@ -366,10 +368,13 @@ class Site:
         kept = receipt if state is None else vault.keep(task.client, task.round, state)
         if task.kind == "visit":
             vault.tidy(task.client, receipt, task.round)
+        if note := fields["note"]:
+            self.log.add("text", run=run, round=task.round, client=task.client, noted=note)
+            self._say(f"run {run[:8]}: round {task.round}, text of {task.client}: {note}")
         return fields, kept
 
     def _sum(self, run: str, request: Sum, body: bytes) -> bytes:
-        """Train the site's clients of a cohort, and answer with the masked and noised sum of their updates.
+        """Train or evaluate clients, and answer with the masked and noised sum of their updates or metrics.
 
         Before the answer is sent, the disk has that this attempt is used, what it costs each client, and the
         answer. A request that is repeated gets the same answer; any other under this attempt gets none.
@@ -379,7 +384,7 @@ class Site:
         answered = self._releases.answer(run, request.round, release)
         if answered is not None:
             return answered
-        known = "exchanges" in order and "pairs" in order and _digest(order) == request.order
+        known = {"exchanges", "metrics", "pairs"} <= order.keys() and _digest(order) == request.order
         if not known or run not in self._participants:
             return pack(unknown=True)
         experiment, participant = self._experiment_of(run, order), self._participants[run]
@@ -387,12 +392,13 @@ class Site:
         if privacy.kind != "distributed":
             raise RefusalError(f"[privacy] kind = {privacy.kind!r}: this run has no secure sums")
         # There may be no client of this site in the cohort, and then no task to check.
-        if request.exchange not in order["exchanges"] or not order["round"] <= request.round:
+        metrics = None if request.exchange else MetricSum(tuple(order["metrics"]))
+        if request.exchange not in (*order["exchanges"], "") or not order["round"] <= request.round:
             raise RefusalError(f"there is no sum in {request.exchange!r} in round {request.round}")
         if 4 * request.size > self.config.limits.message_mb * 2**20:
             raise RefusalError(f"a sum of {request.size:,} numbers is longer than [limits] message_mb allows")
         names = {client: _own_client(order, request.round, client) for client in sorted(request.clients)}
-        task = Task("visit", "", request.round, request.exchange, body)
+        task = Task("evaluate" if metrics else "visit", "", request.round, request.exchange, body)
         for client in names:
             visit, pairs = replace(task, client=client), order["pairs"][client]
             check_task(visit, experiment, self.config, pairs, order["exchanges"])
@@ -403,16 +409,17 @@ class Site:
         sites, clients = len(session.members), len({*order["members"]} - {*order["unseen"]})
         try:
             check_sites(session, participant.member, self.config.sites, privacy.colluding(sites) + 2)
-            grid = Grid.of(privacy, sites, clients)
+            grid = metrics.grid(privacy, sites, clients) if metrics else Grid.of(privacy, sites, clients)
         except (SecureError, ValueError) as error:
             raise RefusalError(str(error)) from error
         for own in names.values():
             self._releases.check(own, privacy, self.config.limits)
-        if not self._releases.claim(run, request.round, f"{request.exchange}-{request.attempt}", release):
+        what = request.exchange or "evaluation"
+        if not self._releases.claim(run, request.round, f"{what}-{request.attempt}", release):
             return pack(used=True)
         self._begin(run, order)
         self._releases.count(names.values(), privacy)
-        total, receipts = self._summed(run, order, task, request, grid)
+        total, receipts = self._summed(run, order, task, request, grid, metrics)
         total += grid.noise(request.size, source_of(None))
         words = participant.mask(total.astype(np.uint32), session).tobytes()
         if request.round > order["round"]:
@@ -425,17 +432,27 @@ class Site:
         }
         about |= {"sites": [each.site for each in session.members], "clients": sorted(request.clients)}
         self.log.add("sum", **about, attempt=request.attempt)
-        self._say(f"run {run[:8]}: round {request.round}, {request.exchange}, a sum of {sites} sites")
+        self._say(f"run {run[:8]}: round {request.round}, {what}, a sum of {sites} sites")
         answer = pack(words, receipts=receipts, signature=participant.sign(words, session).hex())
         self._releases.keep(run, request.round, release, answer)
         return answer
 
     def _summed(
-        self, run: str, order: dict[str, Any], task: Task, request: Sum, grid: Grid
+        self,
+        run: str,
+        order: dict[str, Any],
+        task: Task,
+        request: Sum,
+        grid: Grid,
+        metrics: MetricSum | None,
     ) -> tuple[NDArray[np.int64], dict[str, str]]:
         """The sum of the clients' updates without noise, and the receipts of their next private states.
 
-        A client whose visit fails counts as an update of 0; only the site's log says so.
+        A client whose task fails, or whose metrics are not valid, counts as an update of 0; only the site's
+        log says so. The log has each client's metrics as well.
+
+        Args:
+            metrics: those to sum; ``None`` for updates.
         """
         visits = files.digest(pack(**request.model_dump(include={"run", "round", "exchange", "clients"})))
         if self._steps[0] != visits + files.digest(task.message):
@@ -457,8 +474,15 @@ class Site:
                     self._note("withheld", fields["withheld"], **about)
                     continue
                 steps[client] = fields["message"], kept if kept != receipt else None
+                if metrics:
+                    self.log.add("metrics", **about, **contents(task.kind, fields["message"]))
             message, new = steps[client]
-            words = grid.words(flat_steps(decode_upload(message)))
+            try:
+                step = metrics.steps(json.loads(message)) if metrics else flat_steps(decode_upload(message))
+            except MetricError as error:
+                self._note("failed", f"its metrics are left out: {error}", run=run, client=client)
+                continue
+            words = grid.words(step)
             if len(words) != request.size:
                 raise RefusalError(f"an update has {len(words):,} numbers, the hub asks for {request.size:,}")
             total += words

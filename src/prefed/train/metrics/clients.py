@@ -120,7 +120,7 @@ class Spread:
 
 
 def spread(metric: FederatedMetric) -> Spread:
-    """Return the statistics of one metric.
+    """Return the statistics of one metric; those that need single clients are NaN without any.
 
     >>> even = spread(federated_metric({"a": 0.5, "b": 0.5}))
     >>> even.std, even.jain
@@ -129,6 +129,8 @@ def spread(metric: FederatedMetric) -> Spread:
     0.5
     """
     values = np.array(list(metric["per_client"].values()), dtype=np.float64)
+    if not len(values):
+        return Spread(metric["mean"], *5 * (math.nan,))
     square = float((values**2).sum())
     return Spread(
         mean=metric["mean"],

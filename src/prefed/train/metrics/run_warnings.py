@@ -126,7 +126,15 @@ def small_clients_note(metric: FederatedMetric) -> str:
     >>> metric = {"mean": 1, "worst": 1, "worst_decile": 1, "per_client": {"a": 1}, "mean_alone": 2}
     >>> small_clients_note(metric)
     '2 clients have fewer pairs than [privacy] minimum_pairs: counted in means only'
+    >>> small_clients_note({"mean": 0.5, "per_client": {}, "mean_alone": 200, "noise": 0.0123})
+    'means over 200 clients, with noise of standard deviation 0.012; each site has its own clients in its log'
     """
+    if "noise" in metric:
+        who = pluralize(metric["mean_alone"], "client", "clients")
+        return (
+            f"means over {who}, with noise of standard deviation {metric['noise']:.2g}; each site has its "
+            "own clients in its log"
+        )
     for key, treatment in (("mean_alone", "counted in means only"), ("left_out", "left out")):
         count = metric.get(key)
         if isinstance(count, int):

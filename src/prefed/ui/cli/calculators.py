@@ -187,7 +187,7 @@ def privacy(
 
     from prefed.config import ConfigError
     from prefed.networks.federation.experiment import HELD, load_federated
-    from prefed.runs.privacy import plan, trust_models
+    from prefed.runs.privacy import metrics_note, plan, trust_models
 
     if epsilon is not None and epsilon <= 0:
         raise UsageError("--epsilon must be above 0")
@@ -219,6 +219,7 @@ def privacy(
     typer.echo(f"neighbours        {promised.adjacency}")
     typer.echo(f"bound             {promised.bound}")
     typer.echo(f"releases          {releases} (maximum over clients)")
+    typer.echo(f"metrics           {metrics_note(experiment, promised)}")
     if models:
         typer.echo("\nkind         epsilon  multiplier  noise on the mean  bytes up*  sees single updates")
     for each in models:
@@ -228,4 +229,4 @@ def privacy(
             f"{each.bytes_up:>9,}  {each.trusted}"
         )
     if models:
-        typer.echo("* received by the server in a round, for each number of an upload in float32")
+        typer.echo("* to the server in a round, for each number in float32; only distributed covers metrics")

@@ -296,8 +296,8 @@ def _privacy(run: RunRecord, export: Export) -> list[str]:
         f"{markdown_text(promise['adjacency'])}.",
         f"**Sampling**: {markdown_text(promise['bound'])}. {_SAMPLING['cohorts known' in promise['bound']]}",
         f"**Trust**: {_TRUST[promise['kind']]}",
-        f"**Not covered**: metrics, numbers of clients and pairs, and settings that were tuned on the same "
-        f"clients. {_MAY_REVEAL}",
+        f"**Not covered**: {'' if promise['kind'] == 'distributed' else 'metrics, '}numbers of clients and "
+        f"pairs, and settings that were tuned on the same clients. {_MAY_REVEAL}",
     ]
     if promise["draws"] == "seed":
         lines.insert(4, f"**Noise**: drawn from the run's seed, as in a simulation. {_SEED}")

@@ -133,7 +133,7 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> C
     for k in drawn:
         case, label = compared.cases[k], compared.names[k]
         means, worst = by_seed(case, name), by_seed(case, name, "worst")
-        if not means:
+        if not worst:
             continue
         points = [(statistics.fmean(means.values()), statistics.fmean(worst.values()))]
         notes = [f"mean {plus_minus(means.values())}, worst client {plus_minus(worst.values())}"]

@@ -47,7 +47,7 @@ SECTIONS = {
     "meanings": "Metric definitions",
 }
 """Section id → heading, in page order."""
-ALWAYS = ("rounds", "clients", "costs", "settings", "meanings")
+ALWAYS = ("rounds", "costs", "settings", "meanings")
 """Sections on every page."""
 
 
@@ -101,6 +101,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
     evaluated, text = pluralize(run.evaluated, "client", "clients"), run.summary.get("text")
     # Optional parts, by section.
     parts: dict[str, Any] = {
+        "clients_plot": clients.ends(run) if run.clients else None,
         "answers": outcomes.answers(run),
         "agreement": selector_agreement.agreement_table(run.agreements, f"{run.split} pairs"),
         "clusters": selector_agreement.clusters_table(run),
@@ -114,6 +115,8 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         "data": origin.data_facts(run),
     }
     there = {*ALWAYS, *(name for name, part in parts.items() if part)}
+    if parts["clients_plot"]:
+        there.add("clients")
     if parts["agreement"] or parts["clusters"]:
         there.add("selectors")
     return render_template(
@@ -133,7 +136,6 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         notes=_notes(run),
         curves=[*round_curves.accuracy_charts(run), *text_health.text_charts(run)],
         rounds=round_curves.rounds_table(run),
-        clients_plot=clients.ends(run),
         clients_curves=round_curves.clients(run),
         fairness=clients.fairness(run),
         unseen=clients.unseen(run),
@@ -196,7 +198,8 @@ def _warnings(run: RunRecord) -> list[str]:
 
 def _cards(run: RunRecord) -> list[tuple[str, str, str]]:
     titles = round_curves.accuracies(run)
-    cards = [_card(run, name, title, of) for of in ("mean", "worst") for name, title in titles.items()]
+    shown = ("mean", "worst") if run.clients else ("mean",)
+    cards = [_card(run, name, title, of) for of in shown for name, title in titles.items()]
     if len(run.clients) >= TENTHS:
         cards += [
             (f"{title}, worst tenth", f"{run.figures[name].values['worst_decile']:.1%}", "")

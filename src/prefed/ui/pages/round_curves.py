@@ -137,7 +137,7 @@ def accuracy(run: RunRecord) -> Chart:
         text += f"; the worst client goes from {before['worst']:.1%} to {worst[-1]:.1%}." if worst else "."
     else:
         text += f"The mean over clients ends at {end}."
-    caption = "Round 0 is the base model. The worst client may differ between rounds."
+    caption = f"Round 0 is the base model.{' The worst client may differ between rounds.' if worst else ''}"
     _, rewards = run.curve("reward_accuracy")
     if rewards and len(accuracies(run)) > 1:
         text += f" Reward accuracy ends at {rewards[-1]:.1%}, mean over clients."
@@ -150,7 +150,8 @@ def accuracy(run: RunRecord) -> Chart:
 def _mean_and_worst(run: RunRecord, name: str) -> list[Line]:
     metrics = _evaluations(run, name)
     rounds = [at for at, _ in metrics]
-    means, worst = ([metric[of] for _, metric in metrics] for of in ("mean", "worst"))
+    means = [metric["mean"] for _, metric in metrics]
+    worst = [metric["worst"] for _, metric in metrics if "worst" in metric]
     intervals = [interval_of_mean(run, metric) for _, metric in metrics]
     band = [each or (mean, mean) for each, mean in zip(intervals, means, strict=True)]
     known = any(intervals)
@@ -159,10 +160,8 @@ def _mean_and_worst(run: RunRecord, name: str) -> list[Line]:
     low, high = ([ends[side] for ends in band] if known else [] for side in (0, 1))
     label = "mean, 95% interval" if known else "mean"
     look = Look(1, dash=DASHED, mark=2)
-    return [
-        Line(label, points, notes, Look(1), low, high),
-        over_rounds("worst client", rounds, worst, look, "{:.1%}".format),
-    ]
+    mean = Line(label, points, notes, Look(1), low, high)
+    return [mean, over_rounds("worst client", rounds, worst, look, "{:.1%}".format)] if worst else [mean]
 
 
 def _evaluations(run: RunRecord, name: str) -> list[tuple[int, Any]]:
@@ -178,10 +177,10 @@ def clients(run: RunRecord) -> Chart | None:
     """Each client's accuracies over rounds, or quantiles if there are more than :data:`FEW` clients.
 
     Returns:
-        ``None`` if there was only one evaluation.
+        ``None`` if there was only one evaluation, or no client is listed.
     """
     rounds, _ = run.curve("preference_accuracy")
-    if len(rounds) < 2:
+    if len(rounds) < 2 or not run.clients:
         return None
     few = len(run.clients) <= FEW
     titles, panels = _measured(run), []

@@ -143,14 +143,17 @@ def _short(lr: float) -> str:
     return f"{float(number):g}e{int(power)}"
 
 
-def _percent(values: Sequence[float]) -> str:
-    """Format mean ± sample standard deviation in percent.
+def _percent(values: Sequence[float | None]) -> str:
+    """Format mean ± sample standard deviation in percent; empty if a run has no value.
 
-    >>> _percent([0.8, 0.82, 0.78]), _percent([0.8])
-    ('80.00±2.00', '80.00')
+    >>> _percent([0.8, 0.82, 0.78]), _percent([0.8]), _percent([None])
+    ('80.00±2.00', '80.00', '')
     """
-    mean = f"{100 * statistics.mean(values):.2f}"
-    return f"{mean}±{100 * statistics.stdev(values):.2f}" if len(values) > 1 else mean
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return ""
+    mean = f"{100 * statistics.mean(known):.2f}"
+    return f"{mean}±{100 * statistics.stdev(known):.2f}" if len(known) > 1 else mean
 
 
 def _paper(outcome: Outcome) -> str:

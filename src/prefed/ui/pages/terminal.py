@@ -69,7 +69,8 @@ def print_result(
     if "majority_accuracy" not in summary:
         meaning = words_of("reward_accuracy", summary)[1]
         console.print(f"reward accuracy: {meaning}", soft_wrap=True, style="dim")
-    console.print(means_line(summary), soft_wrap=True)
+    if summary["preference_accuracy"]["per_client"]:
+        console.print(means_line(summary), soft_wrap=True)
     if summary["left_out"]:
         one, several = (f"{who} no {summary['split']} pairs and" for who in ("client has", "clients have"))
         console.print(f"{pluralize(summary['left_out'], f'{one} was', f'{several} were')} not evaluated")
@@ -144,7 +145,9 @@ def verdict(summary: Summary) -> str:
     higher, clients = better(before)
     text = f"preference accuracy {before['mean']:.3f} → {after['mean']:.3f}, mean over clients; "
     text += f"higher than before for {higher:,} of {pluralize(clients, 'client', 'clients')}"
-    if "shared_accuracy" in summary:
+    if not after["per_client"]:
+        text = text.partition(";")[0]
+    elif "shared_accuracy" in summary:
         higher, clients = better(summary["shared_accuracy"])
         text += f", higher than the shared model for {higher:,} of {clients:,}"
     reward = summary.get("reward_accuracy", after)["mean"]
@@ -240,6 +243,7 @@ def _clients(summary: Summary, more: Mapping[str, Mapping[str, Any]]) -> Table:
     spreads = [
         (name, ["", *(f"{own[key]:.3f}" for own in columns.values())])
         for name, key in (("mean", "mean"), ("worst client", "worst"), ("worst tenth", "worst_decile"))
+        if key in after
     ]
     rounds = pluralize(summary["rounds"], "round", "rounds")
     title = f"{summary['method']}, {rounds}: preference accuracy on {summary['split']} pairs"
