@@ -75,11 +75,18 @@ def metrics_note(experiment: Experiment, promised: Guarantee) -> str:
     if promised.colluders is None:
         return "not covered: each client sends its own, without noise"
     sites = experiment.privacy.sites or promised.clients
-    price = math.sqrt(3 * sites / (sites - promised.colluders)) / 2 / promised.clients
+    price = _price(sites, promised.colluders) * math.sqrt(3) / 2 / promised.clients
     return (
         f"covered: {evaluations(experiment)} of the releases are means over all clients; with three metrics, "
         f"the noise on each is {promised.noise_multiplier * price:.2g}"
     )
+
+
+def _price(sites: int, colluders: int) -> float:
+    """How many times the noise of a trusted server all sites together add, so that it suffices without
+    the shares of colluders.
+    """
+    return math.sqrt(sites / (sites - colluders))
 
 
 class TrustModel(NamedTuple):
@@ -123,6 +130,6 @@ def trust_models(experiment: Experiment, promised: Guarantee, epsilon: float) ->
         own = guarantee_of(privacy.model_copy(update=fields), clients, cohort, experiment.cohort.sampling)
         count = _most_releases(experiment, clients, cohort, own)
         noise = own.noise_for(epsilon, count, privacy.delta)
-        price = price or math.sqrt(sites / (sites - colluders)) / cohort
+        price = price or _price(sites, colluders) / cohort
         models.append(TrustModel(kind, trusted, epsilon, noise, noise * clip * price, 4 * uploads))
     return models

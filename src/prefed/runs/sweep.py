@@ -46,6 +46,10 @@ class Tried:
         """The best value."""
         return _best(self.validation, self.broken)
 
+    def outcome(self, name: str) -> dict[str, Any]:
+        """Return the best value under ``name``, and ``validation`` in the order of values."""
+        return {name: self.best, "validation": dict(sorted(self.validation.items()))}
+
 
 @dataclass(frozen=True)
 class SweepCell:
@@ -127,15 +131,11 @@ class SweepCell:
             rates: those of the best run.
             tried: each rate that was selected, in order.
         """
-        first, *separate = (
-            {"lr" if key == "lr" else "value": each.best, "validation": dict(sorted(each.validation.items()))}
-            for key, each in tried.items()
-        )
         seeds = self.table.seeds
         runs = [self.run_of(seed, rates) for seed in seeds]
-        outcome = {**self._about(), **first}
-        if separate:
-            outcome["separate"] = dict(zip(self.definition.separate, separate, strict=True))
+        outcome = {**self._about(), **tried["lr"].outcome("lr")}
+        if separate := self.definition.separate:
+            outcome["separate"] = {key: tried[key].outcome("value") for key in separate}
         if texts := [run.summary["text"] for run in runs if "text" in run.summary]:
             outcome |= {"health": texts, "broken": sorted(tried["lr"].broken)}
         tests = [run.figures or {} for run in runs]
@@ -401,7 +401,7 @@ class Sweep:
         tried = Tried()
 
         async def one(value: float) -> None:
-            # The row's own value has run, without a name of its own.
+            # The run of the row's own value is that of the rates before.
             these = {**rates, key: value} if value != own else {**rates}
             run = cell.run_of(cell.table.seeds[0], these)
             await self._run(run, cell.folder)

@@ -61,15 +61,13 @@ def _page(tasks: Mapping[str, Any]) -> str:
     ]
     for name, task in tasks.items():
         commits = sorted({commit for each in task["methods"].values() for commit in each.get("commits", [])})
-        parts += [f"## {name}\n\n{task['title']}. Commits: {', '.join(commits)}.\n", *_tables(task)]
+        table, note = _table(task)
+        parts += [f"## {name}\n\n{task['title']}. Commits: {', '.join(commits)}.\n", markdown(table)]
+        if note:
+            parts.append(note)
         if refused := _refused(task):
             parts.append("".join(f"- {texts}: – ({reason})\n" for texts, reason in refused))
     return "\n".join(parts)
-
-
-def _tables(task: Mapping[str, Any]) -> list[str]:
-    table, note = _table(task)
-    return [markdown(table), *([note] if note else [])]
 
 
 def _refused(task: Mapping[str, Any]) -> list[tuple[str, str]]:
