@@ -61,7 +61,6 @@ def row(size: int, sites: int) -> list[str]:
             "size": size,
             "members": [Keys.of(each.member) for each in all_sites],
             "clients": {"client": None},
-            "session": "0" * 64,
         }
     )
     session = request.of(settings_of("experiment", ["client"], []), body)
@@ -76,11 +75,11 @@ def row(size: int, sites: int) -> list[str]:
     data = masked.tobytes()
 
     def signed() -> bytes:
-        return pack(masked.tobytes(), receipts={}, signature=site.sign(data, session).hex())
+        return pack(masked.tobytes(), receipts={}, signature=site.sign(data, {}, session).hex())
 
     sign_ms, answer = least(signed)
-    signature = site.sign(data, session)
-    hub_ms = least(lambda: check_upload(data, signature, session, site.member))[0]
+    signature = site.sign(data, {}, session)
+    hub_ms = least(lambda: check_upload(data, {}, signature, session, site.member))[0]
     hub_ms += least(lambda: sum_words([masked, masked]))[0] / 2
     down = len(pack(body, **request.model_dump())) / len(pack(body, **visit.model_dump()))
     times = (plain_ms, whole_ms, noise_ms, check_ms + mask_ms, sign_ms, hub_ms)

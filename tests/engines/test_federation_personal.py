@@ -1,6 +1,7 @@
 """What `prefed site export` writes, compared with models of a run in one process, and what a hub says it
 lacks."""
 
+import hashlib
 import json
 import shutil
 import stat
@@ -229,11 +230,13 @@ def copied(finished, tmp_path):
     given, message = Published(folder).read("w1")
     order = json.loads((folder / "order.json").read_bytes())["order"]
 
-    def asks(body=message, **changes):
+    def asks(body=message, meant=None, **changes):
         fields = {"prefed": VERSION, "format": 1, "federation": "wards", "run": folder.name}
         fields |= {"order": order, "kind": "published"}
-        fields |= {"round": 3, "clients": {"w1": given.receipt}, "model": given.model}
-        return unpack(site.answer(pack(body, **{**fields, **changes})))[0]
+        fields |= {"round": 3, "clients": {"w1": given.receipt}, "model": given.model, **changes}
+        text = json.dumps([fields, hashlib.sha256(body).hexdigest()], sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest() if meant is None else meant
+        return unpack(site.answer(pack(body, **fields, digest=digest)))[0]
 
     yield config, folder, asks
     site.close()
@@ -261,6 +264,7 @@ RECEIPT = "000003-" + "0" * 32
         ({"round": 2}, "round 2 is over: this site already answered in round 3"),
         ({"round": 4}, "round 4 does not exist: the run has 3 rounds"),
         ({"body": b"tensors"}, "cannot be read"),
+        ({"meant": "0" * 64}, "the request was changed on its way: its digest is another"),
         ({"federation": "others"}, "belongs to the federation 'wards'"),
     ],
 )

@@ -253,8 +253,14 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/merge/": (1_650, ""),
     "src/prefed/methods/": (2_300, "why a round depends on clients outside its cohort"),
     "src/prefed/models/": (2_150, ""),
-    "src/prefed/networks/": (4_993, "secure sums of metrics, with their attempts"),
-    "src/prefed/privacy/": (592, "discrete noise, whole numbers and masks; metrics as sums"),
+    "src/prefed/networks/": (
+        5_010,
+        "secure sums of metrics, with their attempts; requests and keys that were changed are named",
+    ),
+    "src/prefed/privacy/": (
+        598,
+        "discrete noise, whole numbers and masks; metrics as sums; receipts are signed",
+    ),
     "src/prefed/runs/": (6_458, "separate rates; clients share a judge; the noise of metrics before a run"),
     "src/prefed/store/": (850, ""),
     "src/prefed/testing/": (700, ""),

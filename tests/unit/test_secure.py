@@ -250,26 +250,24 @@ def test_members_who_are_not_pinned_or_signed_are_refused(what, words):
 
 
 def test_a_changed_upload_is_refused():
-    """A byte flipped, a byte less, another session, another site."""
+    """A byte flipped, a byte less, another receipt or none, another session, another site."""
     federation = Federation(3)
     site, session = federation.sites["s01"], federation.session
-    words = site.mask(np.ones(4, np.uint32), session).tobytes()
-    signature = site.sign(words, session)
-    check_upload(words, signature, session, site.member)
-    flipped = bytes([words[0] ^ 1]) + words[1:]
-    later = replace(session, round=4)
-    other = federation.sites["s02"].member
-    for wrong in ((flipped, signature, session, site.member), (words, signature, later, site.member)):
-        with pytest.raises(SecureError, match="was changed"):
-            check_upload(*wrong)
-    for wrong in (
-        (words, bytes([signature[0] ^ 1]) + signature[1:], session, site.member),
-        (words, signature, session, other),
+    words, receipts = site.mask(np.ones(4, np.uint32), session).tobytes(), {"ada": "000003-" + "7" * 32}
+    signature = site.sign(words, receipts, session)
+    check_upload(words, receipts, signature, session, site.member)
+    for words_, receipts_, signature_, session_, site_ in (
+        (bytes([words[0] ^ 1]) + words[1:], receipts, signature, session, site.member),
+        (words, {}, signature, session, site.member),
+        (words, {"ada": "000002-" + "7" * 32}, signature, session, site.member),
+        (words, receipts, bytes([signature[0] ^ 1]) + signature[1:], session, site.member),
+        (words, receipts, signature, replace(session, round=4), site.member),
+        (words, receipts, signature, session, federation.sites["s02"].member),
     ):
         with pytest.raises(SecureError, match="was changed"):
-            check_upload(*wrong)
+            check_upload(words_, receipts_, signature_, session_, site_)
     with pytest.raises(SecureError, match="15 bytes, not 16"):
-        check_upload(words[:-1], signature, session, site.member)
+        check_upload(words[:-1], receipts, signature, session, site.member)
 
 
 # Identities

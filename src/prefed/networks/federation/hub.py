@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -56,7 +56,15 @@ from prefed.networks.federation.transport import (
     UnreachableError,
 )
 from prefed.networks.federation.unix_socket import HEADER, MOST, pack, unpack
-from prefed.privacy.secure import SecureError, Session, check_upload, fingerprint, signed, sum_words
+from prefed.privacy.secure import (
+    SecureError,
+    Session,
+    check_key,
+    check_upload,
+    fingerprint,
+    signed,
+    sum_words,
+)
 from prefed.store.states import receipt_in, receipt_state
 
 if TYPE_CHECKING:
@@ -166,7 +174,12 @@ class Sites:
                 f"site {site!r} has a different base model or revision: install the hub's model there"
             )
         if started.keys is not None:
-            self.keys[site] = started.keys
+            member = replace(started.keys.member, site=site)
+            try:
+                check_key(member, self._common["federation"], self._common["run"])
+            except SecureError as error:
+                raise SiteError(f"{error}: it was changed") from error
+            self.keys[site] = Keys.of(member)
         elif self.secure:
             raise SiteError(f"site {site!r} sent no key for secure sums: install the same version of prefed")
         if not started.evaluates:
@@ -220,8 +233,7 @@ class Sites:
                 clients=dict(attempt.clients.get(site, {})),
                 order=self._order,
             )
-            session = self.session(request, message).name.hex()
-            requests[site] = request.model_copy(update={"session": session})
+            requests[site] = request.bound(message)
         return requests
 
     def session(self, request: Sum, message: bytes) -> Session:
@@ -242,8 +254,8 @@ class Sites:
             if answer.unknown:
                 self._send_run(site, timeout)
             if answer.signature:
-                session = self.session(request, message)
-                check_upload(words, bytes.fromhex(answer.signature), session, self.keys[site].member)
+                session, signature = self.session(request, message), bytes.fromhex(answer.signature)
+                check_upload(words, answer.receipts, signature, session, self.keys[site].member)
             elif not (answer.refused or answer.failed or answer.unknown or answer.used):
                 return Summed(failed="its upload has no signature"), b""
         except (SiteError, SecureError) as error:
@@ -270,7 +282,7 @@ class Sites:
             "model": self._model,
         }
         for again in (True, False):
-            request = Publish(**fields, order=self._order)
+            request = Publish(**fields, order=self._order).bound(message)
             if not self._agreed(site, request, Answer, timeout, message).unknown:
                 return
             if again:

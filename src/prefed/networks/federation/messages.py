@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -86,6 +86,21 @@ class Request(Message):
     prefed: str = VERSION
 
 
+class BoundRequest(Request):
+    """A request that a site answers only if nothing of it was changed on its way.
+
+    Attributes:
+        digest: of all other fields and the body.
+    """
+
+    digest: str = ""
+
+    def bound(self, body: bytes) -> Self:
+        """This request, with its digest."""
+        fields = json.dumps([self.model_dump(exclude={"digest"}), sha256(body)], sort_keys=True)
+        return self.model_copy(update={"digest": sha256(fields.encode())})
+
+
 class Hello(Request):
     """Check whether the site answers."""
 
@@ -159,7 +174,7 @@ class Keys(Message):
         return Member(self.site, *map(bytes.fromhex, (self.identity, self.key, self.signature)))
 
 
-class Sum(Request):
+class Sum(BoundRequest):
     """Train or evaluate clients of the site, and send the masked sum of their updates or metrics.
 
     Attributes:
@@ -167,7 +182,6 @@ class Sum(Request):
         attempt, size, members: as in :class:`~prefed.privacy.secure.Session`.
         clients: client → receipt of its private state; ``None`` for the initial state.
         order: from :func:`order_digest`.
-        session: the session's name in hexadecimal, by which the site sees that nothing was changed.
     """
 
     kind: Literal["sum"] = "sum"
@@ -178,7 +192,6 @@ class Sum(Request):
     members: list[Keys]
     clients: dict[str, Receipt | None]
     order: str
-    session: str = ""
 
     def of(self, settings: str, body: bytes) -> Session:
         """The session that this request describes."""
@@ -187,7 +200,7 @@ class Sum(Request):
         return Session(*where, settings, sha256(body), self.size, members)
 
 
-class Publish(Request):
+class Publish(BoundRequest):
     """Store the download of the last round for these clients.
 
     Attributes:

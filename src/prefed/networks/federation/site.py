@@ -52,6 +52,7 @@ from prefed.networks.federation.messages import (
     FORMAT,
     PACKAGES,
     VERSION,
+    BoundRequest,
     Forget,
     Join,
     Keys,
@@ -190,6 +191,8 @@ class Site:
         if header.get("federation") != self.config.federation:
             raise RefusalError(f"this site belongs to the federation {self.config.federation!r}")
         request = read_request(header)
+        if isinstance(request, BoundRequest) and request != request.bound(body):
+            raise RefusalError("the request was changed on its way: its digest is another")
         with self._turn:
             match request:
                 case Join():
@@ -380,7 +383,7 @@ class Site:
         answer. A request that is repeated gets the same answer; any other under this attempt gets none.
         """
         order = self._read_order(run) or {}
-        release = files.digest(pack(**request.model_dump(exclude={"prefed"}))) + files.digest(body)
+        release = files.digest(pack(**request.model_dump(exclude={"prefed", "digest"}))) + files.digest(body)
         answered = self._releases.answer(run, request.round, release)
         if answered is not None:
             return answered
@@ -404,8 +407,6 @@ class Site:
             check_task(visit, experiment, self.config, pairs, order["exchanges"])
         check_download(body, "the task's download")
         session = request.of(settings_of(order["experiment"], order["members"], order["unseen"]), body)
-        if session.name.hex() != request.session:
-            raise RefusalError("the request was changed on its way: its digest is another")
         sites, clients = len(session.members), len({*order["members"]} - {*order["unseen"]})
         try:
             check_sites(session, participant.member, self.config.sites, privacy.colluding(sites) + 2)
@@ -433,7 +434,7 @@ class Site:
         about |= {"sites": [each.site for each in session.members], "clients": sorted(request.clients)}
         self.log.add("sum", **about, attempt=request.attempt)
         self._say(f"run {run[:8]}: round {request.round}, {what}, a sum of {sites} sites")
-        answer = pack(words, receipts=receipts, signature=participant.sign(words, session).hex())
+        answer = pack(words, receipts=receipts, signature=participant.sign(words, receipts, session).hex())
         self._releases.keep(run, request.round, release, answer)
         return answer
 

@@ -52,8 +52,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
         raise ValueError(f"not a message: {end:,} bytes of header")
     try:
         header = json.loads(data[8:end])
-    except RecursionError as error:
-        raise ValueError("not a message: its header is nested too deeply") from error
+    except (RecursionError, ValueError) as error:
+        raise ValueError("not a message: its header cannot be read as JSON") from error
     if not isinstance(header, dict):
         raise ValueError("not a message: its header is not a JSON object")
     return header, data[end:]

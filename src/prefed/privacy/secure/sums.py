@@ -92,9 +92,9 @@ class Participant:
             masked = masked + mask if self.member.site < other.site else masked - mask
         return masked
 
-    def sign(self, words: bytes, session: Session) -> bytes:
-        """The signature of an upload."""
-        return self._identity.sign(_upload_text(words, session))
+    def sign(self, words: bytes, receipts: Mapping[str, str], session: Session) -> bytes:
+        """The signature of an upload: masked words, and client → receipt of its new private state."""
+        return self._identity.sign(_upload_text(words, receipts, session))
 
     def _stream(self, other: Member, session: Session, size: int) -> bytes:
         """ChaCha20 under a key from HKDF-SHA256, which is used once, so the nonce is 0."""
@@ -144,12 +144,22 @@ def check_members(session: Session, own: Member, pins: Mapping[str, str], least:
             )
         if each.identity == own.identity or each.key == own.key:
             raise SecureError(f"site {each.site!r} has this site's key")
-        text = _key_text(session.federation, session.run, each.site, each.key)
-        if not signed(each.identity, each.signature, text):
-            raise SecureError(f"the key of site {each.site!r} in this run is not signed by its identity")
+        check_key(each, session.federation, session.run)
 
 
-def check_upload(words: bytes, signature: bytes, session: Session, site: Member) -> None:
+def check_key(member: Member, federation: str, run: str) -> None:
+    """Check that a site's key in a run is signed by the identity that comes with it.
+
+    Raises:
+        SecureError: it is not.
+    """
+    if not signed(member.identity, member.signature, _key_text(federation, run, member.site, member.key)):
+        raise SecureError(f"the key of site {member.site!r} in this run is not signed by its identity")
+
+
+def check_upload(
+    words: bytes, receipts: Mapping[str, str], signature: bytes, session: Session, site: Member
+) -> None:
     """Check at the hub that an upload has the right length and came from this site unchanged.
 
     Raises:
@@ -157,7 +167,7 @@ def check_upload(words: bytes, signature: bytes, session: Session, site: Member)
     """
     if len(words) != 4 * session.size:
         raise SecureError(f"its upload has {len(words):,} bytes, not {4 * session.size:,}")
-    if not signed(site.identity, signature, _upload_text(words, session)):
+    if not signed(site.identity, signature, _upload_text(words, receipts, session)):
         raise SecureError("its upload is not signed by its identity for this sum: it was changed")
 
 
@@ -183,5 +193,6 @@ def _key_text(federation: str, run: str, site: str, key: bytes) -> bytes:
     return _text("key", {"federation": federation, "run": run, "site": site, "key": key.hex()})
 
 
-def _upload_text(words: bytes, session: Session) -> bytes:
-    return _text("upload", {"session": session.name.hex(), "words": sha256(words)})
+def _upload_text(words: bytes, receipts: Mapping[str, str], session: Session) -> bytes:
+    fields = {"session": session.name.hex(), "words": sha256(words), "receipts": dict(receipts)}
+    return _text("upload", fields)
