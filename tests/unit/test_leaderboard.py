@@ -111,7 +111,8 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     """0.8, 0.82, 0.78: the mean is 0.8, s = 0.02 and t = 4.302653 with two degrees of freedom, so half of the
     interval is 4.302653 · 0.02 / √3 = 0.0497. 1, 1, 0.7 has mean 0.9 and s = 0.3 / √3; its half, 4.302653 ·
     0.1 = 0.430, ends at 1. Methods come at different times and are sorted; refused ones have a reason, and
-    one that is run again replaces its row. In a task with newcomers their accuracy leads."""
+    one that is run again replaces its row. Methods with equal cells share a row; a second accuracy equal to
+    the first is left out. In a task with newcomers their accuracy leads."""
     assert math.isclose(4.302653 * 0.02 / math.sqrt(3), 0.0497, abs_tol=5e-5)
 
     def put(task, name, result):
@@ -120,6 +121,8 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
         add(tmp_path, SimpleNamespace(folder=Path(task), table=table, definition=definition), result)
 
     put("all", "local", outcome([0.5, 0.5, 0.5]))
+    put("all", "fedprox", outcome([0.5, 0.5, 0.5]))
+    put("all", "lore", outcome([0.6] * 3, **{"preference_accuracy.mean": [0.6] * 3}))
     put("all", "feddpo", {"refused": "the disk is full"})
     newcomers = {
         "newcomer_accuracy.mean": [1.0, 1.0, 0.7],
@@ -137,14 +140,16 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     assert "| method | all | new | MB sent |" in lines
     assert "| `local` | 0.500 | 0.900 | 3.0 to 5.0 |" in lines
     assert "| `feddpo` | 0.800 | – | 3.0 |" in lines
+    assert "Commits: abc1234." in lines
     at = lines.index("## all")
-    assert lines[at + 2 : at + 8] == [
-        "The all. Commits: abc1234.",
+    assert lines[at + 2 : at + 9] == [
+        "The all.",
         "",
-        "| method | reward accuracy | worst client | learning rate |",
-        "| --- | --- | --- | --- |",
-        "| `feddpo` | 0.800 [0.750, 0.850] | 0.400 | ≤1e-3 |",
-        "| `local` | 0.500 [0.500, 0.500] | 0.250 | ≤1e-3 |",
+        "| method | reward accuracy | preference accuracy | worst client | learning rate |",
+        "| --- | --- | --- | --- | --- |",
+        "| `feddpo` | 0.800 [0.750, 0.850] | 0.400 [0.375, 0.425] | 0.400 | ≤1e-3 |",
+        "| `lore` | 0.600 [0.600, 0.600] |  | 0.300 | ≤1e-3 |",
+        "| `local`, `fedprox` | 0.500 [0.500, 0.500] | 0.250 [0.250, 0.250] | 0.250 | ≤1e-3 |",
     ]
     at = lines.index("## new")
     assert lines[at + 6].startswith("| `local` | 0.900 [0.470, 1.000] |")

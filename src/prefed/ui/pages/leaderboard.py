@@ -15,11 +15,13 @@ from prefed.runs.sweep import SweepCell
 from prefed.runs.sweep_child import NEWCOMERS
 from prefed.train.metrics import seed_interval
 from prefed.ui.pages.sweep import HEALTHY, Outcome, healthy_texts, rate, sent
-from prefed.ui.pages.tables import Row, Table, markdown
+from prefed.ui.pages.tables import Table, markdown
 
 NOTE = (
-    "†: by the other accuracy, the order of this policy and another is reversed, with intervals that do not "
-    "overlap in either. "
+    "The tables below add 95% intervals (Student's t) and a second accuracy, empty if it equals the first, "
+    "as for selectors. †: by the other accuracy, the order of this policy and another is reversed, with "
+    "intervals that do not overlap in either. A learning rate with ≤ or ≥ is at an end of those tried. "
+    "`leaderboard.json` has the rates tried, the other metrics, and each seed's values and commit.\n"
 )
 
 
@@ -51,20 +53,16 @@ def _page(tasks: Mapping[str, Any]) -> str:
         (text, [*(_headline(task, task["methods"].get(name)) for task in tasks.values()), _sent(tasks, name)])
         for name, text in methods.items()
     ]
+    rows = [each for task in tasks.values() for each in task["methods"].values()]
+    commits = sorted({commit for each in rows for commit in each.get("commits", [])})
     parts = [
         "# Leaderboard\n",
         "The first metric of each task's table below, as a mean over seeds:\n",
         markdown(Table("", ["method", *tasks, "MB sent"], overview)),
-        "The tables below add 95% intervals (Student's t) and a second accuracy. A learning rate with ≤ or ≥ "
-        "is at an end of those tried. `leaderboard.json` has the rates tried, the other metrics and each "
-        "seed's values.\n",
+        f"{NOTE}\nCommits: {', '.join(commits)}.\n",
     ]
     for name, task in tasks.items():
-        commits = sorted({commit for each in task["methods"].values() for commit in each.get("commits", [])})
-        table, note = _table(task)
-        parts += [f"## {name}\n\n{task['title']}. Commits: {', '.join(commits)}.\n", markdown(table)]
-        if note:
-            parts.append(note)
+        parts += [f"## {name}\n\n{task['title']}.{_base(task)}\n", markdown(_table(task))]
         if refused := _refused(task):
             parts.append("".join(f"- {texts}: – ({reason})\n" for texts, reason in refused))
     return "\n".join(parts)
@@ -144,26 +142,28 @@ def _reversed(rows: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[b
     return [place in marked for place in range(len(rows))]
 
 
-def _table(task: Mapping[str, Any]) -> tuple[Table, str]:
-    """The finished methods of a task, the best first, and a note on their second metric."""
+def _table(task: Mapping[str, Any]) -> Table:
+    """The finished methods of a task, the best first; those with equal cells share a row."""
     leading = _leading(task)
     second = "preference_accuracy" if leading == "reward_accuracy" else "reward_accuracy"
     finished = [each for each in task["methods"].values() if each.get(f"{leading}.mean")]
     finished.sort(key=lambda each: -statistics.fmean(each[f"{leading}.mean"]))
     text = [HEALTHY] if any("health" in each for each in finished) else []
     opposed = _reversed([(each[f"{leading}.mean"], each.get(f"{second}.mean") or ()) for each in finished])
-    rows: list[Row] = []
+    rows: dict[tuple[str, ...], list[str]] = {}
     for each, mark in zip(finished, opposed, strict=True):
-        cells = [with_interval(each[f"{leading}.mean"])]
-        cells.append(with_interval(values) + " †" * mark if (values := each.get(f"{second}.mean")) else "")
-        cells.append(f"{statistics.fmean(each[f'{leading}.worst']):.3f}")
-        rows.append((each["text"], [*cells, rate(each)[0], *(healthy_texts(each) for _ in text)]))
+        first, values = each[f"{leading}.mean"], each.get(f"{second}.mean")
+        other = with_interval(values) + " †" * mark if values and values != first else ""
+        worst = f"{statistics.fmean(each[f'{leading}.worst']):.3f}"
+        cells = with_interval(first), other, worst, rate(each)[0], *(healthy_texts(each) for _ in text)
+        rows.setdefault(cells, []).append(each["text"])
     head = ["method", leading.replace("_", " "), second.replace("_", " "), "worst client", "learning rate"]
-    return Table("", [*head, *text], rows), NOTE * any(opposed) + _base(finished)
+    return Table("", [*head, *text], [(", ".join(texts), cells) for cells, texts in rows.items()])
 
 
-def _base(finished: Sequence[Outcome]) -> str:
+def _base(task: Mapping[str, Any]) -> str:
     """The base model's preference accuracy: one as a policy, and one as a selector if there are any."""
-    means = [each["baseline_accuracy.mean"] for each in finished if each.get("baseline_accuracy.mean")]
+    methods = task["methods"].values()
+    means = [each["baseline_accuracy.mean"] for each in methods if each.get("baseline_accuracy.mean")]
     values = sorted({f"{statistics.fmean(mean):.3f}" for mean in means})
-    return f"The base model's preference accuracy is {' or '.join(values)}.\n" if values else ""
+    return f" The base model's preference accuracy is {' or '.join(values)}." if values else ""
