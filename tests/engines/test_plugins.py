@@ -1,9 +1,7 @@
 """Methods from outside the package: the same runs under every engine, and no code that nobody asked for."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import threading
 import tomllib
@@ -23,6 +21,7 @@ from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.core import plugins
 from prefed.data import DataError
+from prefed.engines.backends import processes
 from prefed.methods import METHODS
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.experiment import build_site_job, site_factory, started_experiment
@@ -47,12 +46,20 @@ def place(tmp_path_factory):
     return small_place(tmp_path_factory.mktemp("place"))
 
 
+@pytest.fixture(scope="module")
+def usual(place):
+    """A run without code from outside."""
+    return run(Experiment(**small_experiment(place)), place / "usual")
+
+
 def forget():
     """As a new process, which knows only what is on disk."""
     for known in (plugins._allowed, *(r._loaded for r in plugins.REGISTRIES.values())):
         known.clear()
     plugins._package.cache_clear()
     plugins.entry_points.cache_clear()
+    for name in [name for name in sys.modules if name.startswith(("prefed_file_", "lgpack"))]:
+        del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +93,7 @@ def package(tmp_path, monkeypatch):
     folder = outside.install(tmp_path / "site-packages", "lgpack", {"method.py": METHOD}, points)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("COLUMNS", "160")  # no cell of a table is cut
-    yield folder
-    for name in [name for name in sys.modules if name.split(".")[0] == "lgpack"]:
-        del sys.modules[name]
+    return folder
 
 
 def numbers(path):
@@ -99,15 +104,21 @@ def numbers(path):
     }
 
 
-def command(*words, **environment):
-    words = [sys.executable, "-m", "prefed", *map(str, words)]
-    place = os.environ["XDG_STATE_HOME"]
-    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment}, cwd=place)
+@pytest.fixture
+def fresh_workers(forked_workers, monkeypatch):
+    """Forked workers, which find nothing loaded or allowed, as new processes do."""
+    serve = processes.serve
+
+    def fresh(*handles):
+        forget()
+        serve(*handles)
+
+    monkeypatch.setattr(processes, "serve", fresh)
 
 
-def test_a_file_trains_evaluates_exports_and_compares_in_other_processes(file, tmp_path, monkeypatch):
-    """The method keeps the LoRA of block 0 on the client, so half the LoRA's parameters are sent. Standard
-    output is left to JSON by a file that prints when it is imported and when it builds the method."""
+def test_a_file_trains_evaluates_exports_and_compares(file, tmp_path, monkeypatch):
+    """The method keeps the LoRA of block 0 on the client, so half the LoRA's parameters are sent. Commands
+    load the file anew. What it prints, imported and when it builds the method, goes to standard error."""
     last = "    return fedavg.method"
     assert last in METHOD
     text = "print('imported')\n" + METHOD.replace(last, f"    print('built')\n{last}")
@@ -133,31 +144,25 @@ def test_a_file_trains_evaluates_exports_and_compares_in_other_processes(file, t
     assert "own lower blocks, shared upper blocks – LG-FedAvg (arXiv" in (out / "report.html").read_text()
     card = (tmp_path / "left/README.md").read_text()
     assert "| method | lgfedavg: own lower blocks, shared upper blocks |\n| source | LG-FedAvg (arXiv" in card
-    ended = command("evaluate", out, "--json")
-    assert json.loads(ended.stdout)["preference_accuracy"] == summary["preference_accuracy"]
-    assert "imported\n" in ended.stderr
-    assert "built\n" in ended.stderr
+    forget()
+    shown = CliRunner().invoke(app, ["evaluate", str(out), "--json"])
+    assert json.loads(shown.stdout)["preference_accuracy"] == summary["preference_accuracy"]
+    assert "imported\n" in shown.stderr
+    assert "built\n" in shown.stderr
 
 
-@pytest.mark.parametrize("name", ["./lg.py:METHOD", "lgpack.method:METHOD", "lgfedavg"])
-def test_every_way_to_name_it_is_one_method(name, file, package, place, tmp_path):
-    direct = Experiment.load(file)
-    named = Experiment.load(file, [f"method.name={name}"])
-    assert named.method.kind.title == direct.method.kind.title
-    assert run(named, tmp_path / "a").summary["loss"] == run(direct, tmp_path / "b").summary["loss"]
-    code = read_run(tmp_path / "a").summary["origin"]["code"]
-    assert [own["version"] for own in code.values()] == ["" if name.startswith("./") else "1.5"]
-    loaded = load_run(tmp_path / "a")
-    assert loaded.method.name == "lgfedavg"
-
-
-@pytest.mark.parametrize("name", [pytest.param("./lg.py", marks=pytest.mark.rare), "lgfedavg"])
-def test_a_worker_gives_the_run_of_one_process(name, file, package, tmp_path):
-    for workers in (0, 1):
-        changes = [f"method.name={name}", f"engine.workers={workers}"]
-        run(Experiment.load(file, changes), tmp_path / f"with{workers}")
-    here, there = (numbers(tmp_path / f"with{workers}") for workers in (0, 1))
-    assert here == there
+@pytest.mark.usefixtures("fresh_workers")
+def test_every_way_to_name_it_is_one_method_in_every_process(file, package, tmp_path):
+    run(Experiment.load(file), tmp_path / "direct")
+    for name, workers in (("./lg.py:METHOD", 1), ("lgpack.method:METHOD", 0), ("lgfedavg", 1)):
+        named = Experiment.load(file, [f"method.name={name}", f"engine.workers={workers}"])
+        assert named.method.kind.title == "own lower blocks, shared upper blocks"
+        out = tmp_path / name.strip("./")
+        run(named, out)
+        assert numbers(out) == numbers(tmp_path / "direct")
+        code = read_run(out).summary["origin"]["code"]
+        assert [own["version"] for own in code.values()] == ["" if name.startswith("./") else "1.5"]
+        assert load_run(out).method.name == "lgfedavg"
 
 
 def test_a_package_is_listed_and_its_settings_are_written_and_checked(package, place, tmp_path, monkeypatch):
@@ -257,9 +262,9 @@ def test_a_package_may_import_its_neighbours(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(file, tmp_path):
-    run(Experiment.load(file, ["rounds=4"]), tmp_path / "whole")
-    run(Experiment.load(file), tmp_path / "parts")
-    run(Experiment.load(file, ["rounds=4"]), tmp_path / "parts", resume=True)
+    run(Experiment.load(file), tmp_path / "whole")
+    run(Experiment.load(file, ["rounds=1"]), tmp_path / "parts")
+    run(Experiment.load(file), tmp_path / "parts", resume=True)
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
 
 
@@ -398,12 +403,12 @@ def test_a_kind_of_feedback_is_one_file_with_its_objective(parts, tmp_path):
     assert again == pytest.approx(own.summary["margin"], rel=1e-6)
 
 
-def test_a_rule_of_ones_own_merges(parts, tmp_path):
+def test_a_rule_of_ones_own_merges(parts, usual, tmp_path):
     """With share 1 it is the mean; with 0, every merged LoRA is 0, and the model is the base model."""
-    own, mean = (run(parts(*c), tmp_path / str(len(c))) for c in ((RULE_NAME,), ()))
-    assert own.server.tensors["model"].equal(mean.server.tensors["model"])
+    own = run(parts(RULE_NAME), tmp_path / "own")
+    assert own.server.tensors["model"].equal(usual.server.tensors["model"])
     none = run(parts(RULE_NAME, "merge.rule_settings.share=0"), tmp_path / "none")
-    assert none.server.tensors["model"].norm() == 0 < mean.server.tensors["model"].norm()
+    assert none.server.tensors["model"].norm() == 0 < usual.server.tensors["model"].norm()
     assert load_run(tmp_path / "none").record.summary["origin"]["code"]
 
 
@@ -464,7 +469,7 @@ class TRACKER(Tracker):
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_a_format_of_ones_own_reads_the_rows(parts, place, tmp_path):
+def test_a_format_of_ones_own_reads_the_rows(parts, place, usual, tmp_path):
     """The same pairs under other columns. Reading changes no number, and workers read none again."""
     (tmp_path / "mine.py").write_text(FORMAT)
     names = {"prompt": "question", "chosen": "good", "rejected": "bad"}
@@ -475,7 +480,6 @@ def test_a_format_of_ones_own_reads_the_rows(parts, place, tmp_path):
         (tmp_path / f"{part}.jsonl").write_text(text)
     changes = [f"data.{part}={tmp_path / part}.jsonl" for part in ("train", "test")]
     own = run(parts(*changes, "data.format=./mine.py", "engine.workers=1"), tmp_path / "own")
-    usual = run(parts(), tmp_path / "usual")
     assert own.summary["loss"] == usual.summary["loss"]
     assert list(own.summary["origin"]["code"]) == [str(tmp_path / "mine.py")]
     shutil.rmtree(tmp_path / "own/cache")
@@ -493,26 +497,17 @@ def test_a_tracker_of_ones_own_logs_the_rounds(parts, tmp_path):
         parts("track.to=tensorbord")
 
 
-def test_a_judge_of_ones_own_judges(parts, place, tmp_path, monkeypatch):
+def test_a_judge_of_ones_own_judges(place, usual, tmp_path, monkeypatch):
     """It prefers the longer response. A response is compared with itself plus a word, so it always loses."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "longer.py").write_text(JUDGE)
-    run(parts(), tmp_path / "run")
-    rows = [{"prompt": "Case 1:", "answer": "word " * 200}]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = (
-        "judge",
-        "run",
-        "--judge",
-        "./longer.py",
-        "--prompts",
-        "prompts.jsonl",
-        "--against",
-        "prompts.jsonl",
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Case 1:", "answer": "word " * 200}))
+    words = ("judge", place / "usual", "--prompts", "prompts.jsonl", "--against", "prompts.jsonl", "--judge")
+    shown = json.loads(
+        prefed_(*words, "./longer.py", "--column", "answer", "--max-new-tokens", "4", "--json")
     )
-    shown = json.loads(prefed_(*words, "--column", "answer", "--max-new-tokens", "4", "--json"))
     assert (shown["win_rate"]["mean"], shown["judged"]) == (0.0, 1)
-    assert "the judges are reward:FOLDER" in prefed_(*words[:3], "longest", *words[4:], code=2)
+    assert "the judges are reward:FOLDER" in prefed_(*words, "longest", code=2)
 
 
 METRIC = """
@@ -593,35 +588,38 @@ def trapped(run, name, digest):
         path.unlink()
 
 
-@pytest.mark.parametrize("place_of_trap", ["inside", "next to", "through proc", "a link"])
-def test_a_strangers_run_executes_nothing(place_of_trap, file, tmp_path, stranger, monkeypatch):
-    run(Experiment.load(file), tmp_path / "run")
-    assert load_run(tmp_path / "run").method.name == "lgfedavg"
+def test_a_strangers_run_executes_nothing(file, tmp_path, stranger, monkeypatch):
+    """Its trap is in the run's folder, next to it, or reached through /proc or a link."""
+    run(Experiment.load(file), tmp_path / "own")
+    assert load_run(tmp_path / "own").method.name == "lgfedavg"
     monkeypatch.chdir(tmp_path)
-    mark = tmp_path / "executed"
-    trap = METHOD + TRAP.format(str(mark))
-    spot = tmp_path / ("evil.py" if place_of_trap == "next to" else "run/evil.py")
-    spot.write_text(trap)
-    name = {
-        "inside": str(spot),
-        "next to": str(spot),
-        "through proc": "/proc/self/cwd/run/evil.py",
-        "a link": f"{tmp_path}/run/link.py",
-    }[place_of_trap]
-    (tmp_path / "run/link.py").symlink_to(spot)
-    trapped(tmp_path / "run", name, plugins._find(str(spot)).digest)
-    stranger("new")
-    for each in OPENING:
-        words = each.format(run=tmp_path / "run", out=tmp_path / "out").split()
-        result = CliRunner().invoke(app, words)
-        assert not mark.exists(), each
-        if words[0] in ("evaluate", "export", "run", "data"):
-            assert result.exit_code != 0
-            assert "is code from outside prefed that you have not used on this machine" in result.output, each
-    # The trap works: whoever names it runs it.
-    plugins.allow(name)
-    assert METHODS[name].title
-    assert mark.exists()
+    mark, theirs = tmp_path / "executed", tmp_path / "run"
+    for number, (spot, name) in enumerate(
+        (
+            ("run/evil.py", tmp_path / "run/evil.py"),
+            ("evil.py", tmp_path / "evil.py"),
+            ("run/evil.py", "/proc/self/cwd/run/evil.py"),
+            ("run/evil.py", tmp_path / "run/link.py"),
+        )
+    ):
+        shutil.rmtree(theirs, ignore_errors=True)
+        shutil.copytree(tmp_path / "own", theirs)
+        (tmp_path / spot).write_text(METHOD + TRAP.format(str(mark)))
+        (theirs / "link.py").symlink_to(tmp_path / spot)
+        trapped(theirs, str(name), plugins._find(str(tmp_path / spot)).digest)
+        stranger(f"new{number}")
+        for each in OPENING:
+            words = each.format(run=theirs, out=tmp_path / "out").split()
+            result = CliRunner().invoke(app, words)
+            assert not mark.exists(), (name, each)
+            if words[0] in ("evaluate", "export", "run", "data"):
+                assert result.exit_code != 0
+                message = "is code from outside prefed that you have not used on this machine"
+                assert message in result.output, (name, each)
+        # The trap works: whoever names it runs it.
+        plugins.allow(str(name))
+        assert METHODS[str(name)].title
+        mark.unlink()
 
 
 LOOKING = (
@@ -698,8 +696,6 @@ def test_a_known_digest_chooses_the_users_own_file(file, tmp_path, stranger):
 
 def test_an_installed_package_that_a_strangers_run_names_is_not_imported(file, package, tmp_path, stranger):
     run(Experiment.load(file, ["method.name=lgpack.method:METHOD"]), tmp_path / "run")
-    for name in ("lgpack", "lgpack.method"):
-        del sys.modules[name]
     stranger("new")
     with pytest.raises(RunError, match="that you have not used on this machine"):
         load_run(tmp_path / "run")
@@ -727,12 +723,9 @@ def test_ray_actors_give_the_run_of_one_process(file, tmp_path):
 
 
 def test_peers_run_it(package, tmp_path):
-    """Over a complete graph, peers with equal weights end with one shared part; each keeps its block 0."""
     place = peering.make_place(tmp_path)
-    asked = Experiment(
-        **peering.experiment(place, graph={"name": "complete"}).tables()
-        | {"method": {**METHOD_TABLE, "name": "lgfedavg"}}
-    )
+    tables = peering.experiment(place, graph={"name": "complete"}).tables()
+    asked = Experiment(**tables | {"rounds": 1, "method": {**METHOD_TABLE, "name": "lgfedavg"}})
     for ended in peering.peers(tmp_path / "run", [asked] * 3):
         assert ended.status == 0, ended.text
     assert read_run(tmp_path / "run/peer-0").summary["method"] == "lgfedavg"
@@ -750,7 +743,7 @@ def ward(tmp_path, monkeypatch):
 def over_sites(ward, tmp_path, name, before=lambda site, request: None, **limits):
     """The run of two sites, and the same one in one process; ``before`` each call to a site."""
     asked = Experiment(
-        **federating.experiment(ward, "feddpo", rounds=2).tables() | {"method": METHOD_TABLE | {"name": name}}
+        **federating.experiment(ward, "feddpo", rounds=1).tables() | {"method": METHOD_TABLE | {"name": name}}
     )
     sites = {
         f"site-{client}": Site(site_config(ward, tmp_path, client, limits={"rounds": 5, **limits}))
@@ -767,17 +760,21 @@ def over_sites(ward, tmp_path, name, before=lambda site, request: None, **limits
 METHOD_TABLE = {"lr": 0.01, "local_steps": 2, "batch_size": 4}
 
 
-@pytest.mark.parametrize("name", ["lgfedavg", "lgpack.method:METHOD"])
-def test_a_site_uses_only_the_code_that_its_operator_allows(name, package, ward, tmp_path):
+def test_a_site_uses_only_the_code_that_its_operator_allows(package, ward, tmp_path):
     """The hub has allowed it for itself, in this process, which does not allow it at a site."""
-    for limits in ({}, {"code": ["other.module:METHOD"]}):
+    point, written = "lgfedavg", "lgpack.method:METHOD"
+    for name, limits in (
+        (point, {}),
+        (written, {"code": ["other.module:METHOD"]}),
+        (written, {"code": [point]}),
+    ):
         with pytest.raises(
             FederationError, match="it is code from outside prefed that may not be loaded here"
         ):
             over_sites(ward, tmp_path, name, **limits)
-    _, summary = over_sites(ward, tmp_path, name, code=[name])
+    _, summary = over_sites(ward, tmp_path, written, code=[written])
     assert summary["method"] == "lgfedavg"
-    assert list(summary["origin"]["code"]) == [name]
+    assert list(summary["origin"]["code"]) == [written]
 
 
 def test_a_site_refuses_code_that_differs_from_the_hubs(package, ward, tmp_path):
