@@ -225,6 +225,7 @@ _ALIGN = {"completions": 2, "max_new_tokens": 6, "temperature": 1.0, "lr": 1e-3,
 _LEAST_TEXTS = 6
 
 
+@functools.cache
 def make_models(folder: Path) -> None:
     """A Llama, a mixture of four experts, two per token, and a reward model; with the place's tokenizer."""
     from transformers import AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
@@ -253,8 +254,9 @@ def tables_of(folder: Path, case: str, gpus: int) -> dict[str, Any]:
     tables["method"] |= {"local_steps": 1, **changes.get("method", {})}
     tables["data"] |= changes.get("data", {})
     for table, key in (("model", "name"), ("method", "reward_model")):
-        if key in tables[table]:
-            tables[table][key] = str(folder / tables[table][key])
+        if (name := tables[table].get(key)) in ("llama", "moe", "reward"):
+            make_models(folder)
+            tables[table][key] = str(folder / name)
     return {**tables, **{name: changes[name] for name in ("rounds", "merge") if name in changes}}
 
 
@@ -293,6 +295,7 @@ def outcome(folder: Path, case: str, gpus: int, out: Path) -> tuple[dict[str, to
         texts = [json.loads(row)["completion"] for row in rows]
         found |= load_file(out / "align/adapter/adapter_model.safetensors")
     if "judge" in changes:
+        make_models(folder)
         models = Models(load_run(out), Sampling(max_tokens=6, temperature=1.0))
         asked = [NumberedPrompt(*each) for each in enumerate(prompts)]
         texts = list(models.own(None).texts(asked, out / "texts", lambda *done: None).values())
@@ -334,7 +337,6 @@ def main() -> None:
         torch.ones(2, device=DEVICE) + torch.ones(2, device=SECOND)
     with TemporaryDirectory() as name:
         folder = small_place(Path(name))
-        make_models(folder)
         far = {}
         every = [*METHODS, *CASES]
         for case in sys.argv[1:] or [*every, *(f"{case}@2" for case in every if case != "all weights")]:

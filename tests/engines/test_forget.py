@@ -27,12 +27,13 @@ from prefed.store import CheckpointConfig, RunReader, StoreError
 from toy import outcome
 
 ALIGN = {"completions": 2, "max_new_tokens": 3, "temperature": 1.0, "lr": 1e-3, "epochs": 1, "batch_size": 4}
-KEPT = {"rounds": 6, "cohort": {"size": 1}, "evaluate": {"every": 0}, "checkpoint": {"keep": "all"}}
+KEPT = {"rounds": 3, "cohort": {"size": 1}, "evaluate": {"every": 0}, "checkpoint": {"keep": "all"}}
 NOISE = {"clip": 0.1, "noise_multiplier": 1.0, "delta": 1e-5, "draws": "seed"}
 CASES = {
     "all take part": {"evaluate": {"text": 2}},
     "kept commits": {
         **KEPT,
+        "rounds": 6,
         "method": {"name": "ditto", "lr": 0.01, "local_steps": 2, "batch_size": 4},
         "merge": {"optimizer": {"name": "fedadam", "lr": 0.01}},
     },
@@ -42,9 +43,10 @@ CASES = {
         "privacy": {"kind": "distributed", **NOISE},
         "merge": {"weights": "uniform"},
     },
-    "settings name it": {
-        "data": {"flip": ["ann"], "duplicates": "drop_tested"},
-        "evaluate": {"unseen": ["ann"]},
+    "settings name it, and the best round": {
+        "data": {"flip": ["ann"], "duplicates": "drop_tested", "validation_fraction": 0.25},
+        "stop": {"patience": 1},
+        "evaluate": {"unseen": ["ann"], "every": 1},
         "merge": {"ranks": {"ann": 1}},
     },
     "alignment": {
@@ -65,14 +67,9 @@ CASES = {
         "merge": {"rule": "norm_clip", "max_norm": 0.05},
         "evaluate": {"unseen": ["bob"]},
     },
-    "the best round": {
-        "data": {"validation_fraction": 0.25},
-        "stop": {"patience": 1},
-        "evaluate": {"every": 1},
-    },
     "a fleet": {"fleet": {"server": "buffered", "buffer": 2}, "merge": {"late": "delta"}},
     "a graph": {"graph": {"name": "ring"}},
-    "worker processes": {"engine": {"workers": 2, "threads": 1}},
+    "worker processes": {"engine": {"workers": 1, "threads": 1}},
 }
 
 
@@ -117,7 +114,7 @@ def test_forget_is_never_had(place, tmp_path, name, monkeypatch):
     run(experiment(place, CASES[name]), old)
     if name.startswith("kept commits"):
         rounds = outcome(old)["rounds.jsonl"]
-        visits = {c: min((r["round"] for r in rounds if c in r["cohort"]), default=6) for c in WORDY}
+        visits = {c: min((r["round"] for r in rounds if c in r["cohort"]), default=0) for c in WORDY}
         first, who = max((number, client) for client, number in visits.items())
     run(experiment(place, CASES[name], exclude=[who]), never)
     texts = [*rows_of(place, "train", who), *rows_of(place, "test", who)]
