@@ -20,13 +20,7 @@ VOCABULARY = 101
 
 FAMILIES = {
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     ),
     "llama": lambda: transformers.LlamaConfig(num_key_value_heads=2, **_SMALL),
     "qwen2": lambda: transformers.Qwen2Config(num_key_value_heads=2, tie_word_embeddings=True, **_SMALL),

@@ -411,12 +411,6 @@ def test_a_prompt_longer_than_the_window_is_refused(place):
     assert "tokens but the model's context is 64; shorten it" in refused
 
 
-@pytest.mark.parametrize("command", [["evaluate"], ["export"], ["generate", "--prompt", "a"]])
-def test_the_error_for_an_unknown_client_names_the_nearest(place, command):
-    refused = prefed_(*command, place / "feddpo", "--client", "lefty", code=1)
-    assert "no client is called 'lefty'; did you mean 'left'?" in refused
-
-
 @pytest.mark.parametrize("command", ["evaluate", "export", "report", "compare"])
 def test_what_is_no_finished_run_is_refused(place, tmp_path, command):
     more = [place / "local"] if command == "compare" else []
@@ -531,30 +525,29 @@ def keys_and_texts(content, path=()):
 
 
 def newer(content, path):
-    """JSON in which a text is another one, or a table has another key with the same value."""
+    """JSON in which a text is another one, or each table of a level has another key with the same value."""
     content = json.loads(json.dumps(content))
     inner = functools.reduce(lambda value, key: value[key], path[:-1], content)
-    value = inner[path[-1]]
-    if isinstance(value, str):
+    if isinstance(inner[path[-1]], str):
         inner[path[-1]] = "newer"
     else:
-        inner["newer"] = value
+        inner["newer"] = inner[path[-1]]
     return content
 
 
-@pytest.mark.parametrize("method", ["fedpdpo"])
-def test_values_of_a_newer_version_are_shown_or_refused(place, tmp_path, method):
-    """A run whose summary or round has a text or a key that this version does not know, such as a reason why
-    rows were left out: its page and its table say it, or a message refuses the file."""
-    run = shutil.copytree(place / method, tmp_path / "run")
+def test_values_of_a_newer_version_are_shown_or_refused(place, tmp_path):
+    """A run whose summary has a text or a key that this version does not know, such as a reason why rows were
+    left out: its page and its table show it, or a message refuses the file."""
+    run = shutil.copytree(place / "fedpdpo", tmp_path / "run")
     content = summary(run)
     content["data"]["dropped"] = {"older": 3}
     console = Console(file=StringIO())
+    kinds = {}
     for path in keys_and_texts(content):
-        if path[-1] in ("left", "right") or "per_client" in path:
-            continue  # clients
-        changed = newer(content, path)
-        (run / "summary.json").write_text(json.dumps(changed))
+        if path[-1] not in ("left", "right") and "per_client" not in path:
+            kinds[path[:-1], type(functools.reduce(lambda value, key: value[key], path, content))] = path
+    for path in kinds.values():
+        (run / "summary.json").write_text(json.dumps(newer(content, path)))
         with suppress(RunError):
             text = public_page(run)
             print_result(read_run(run).summary, console)
@@ -566,8 +559,9 @@ def test_a_client_that_a_run_lacks_is_refused_before_anything_is_loaded(place, m
         monkeypatch.setitem(sys.modules, f"prefed.runs.{module}", None)
     run = place / "feddpo"
     for words in (("evaluate", run), ("export", run), ("generate", run, "--prompt", "Go")):
-        error = prefed_(*words, "--client", "bob", code=1)
-        assert "no client is called 'bob'; the clients are 'left', 'right'" in error, words
+        for name, remedy in (("lefty", "did you mean 'left'?"), ("bob", "the clients are 'left', 'right'")):
+            error = prefed_(*words, "--client", name, code=1)
+            assert f"no client is called {name!r}; {remedy}" in error, words
 
 
 def test_a_run_of_a_file_by_its_path_and_one_whose_uploads_are_all_dropped(place, tmp_path):

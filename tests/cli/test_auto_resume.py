@@ -15,12 +15,6 @@ from waiting import WATCHDOG, until
 COMMAND = ("run", "exp.toml", "--out", "a", "--auto-resume")
 
 
-def test_it_starts_where_there_is_none(place):
-    prefed_(*COMMAND)
-    prefed_("run", "exp.toml", "--out", "b")
-    assert toy.outcome(place / "a") == toy.outcome(place / "b")
-
-
 def test_killed_again_and_again_it_ends_as_if_never_killed(place, monkeypatch):
     """Killed before anything is committed, with a directory that is hardly there; then after a round. Then it
     ends; and once more it has nothing to do, and says so."""

@@ -63,13 +63,8 @@ def test_a_resolved_experiment_reads_back_as_itself(subtests):
             assert changed.method.settings.local_epochs is None
 
 
-def test_what_is_wrong_is_named_with_what_would_do(file, subtests):
+def test_an_unknown_key_is_named_with_the_one_that_is_meant(file, subtests):
     for override, words in (
-        ("method.lr=inf", "--set method.lr=inf: method.lr = inf: should be a finite number"),
-        ("evaluate.beta=nan", "--set evaluate.beta=nan: evaluate.beta = nan: should be a finite number"),
-        ("method.lrr=1", "--set method.lrr=1: method.lrr: no such key; did you mean 'lr'?"),
-        ("modell.name=x", "modell: no such key; did you mean 'model'?"),
-        ("model.lora.rnk=4", "model.lora.rnk: no such key; did you mean 'rank'?"),
         ("method.learning_rate=1", "method.learning_rate: no such key; did you mean 'lr'?"),
         ("method.loss_type=ipo", "method.loss_type: no such key; did you mean 'objective'?"),
         ("method.rpo_alpha=1", "no such key; did you mean 'method.objective_settings.alpha'?"),
@@ -84,26 +79,9 @@ def test_what_is_wrong_is_named_with_what_would_do(file, subtests):
         ("method.topology=star", "method.topology: no such key; did you mean 'graph.name'?"),
         ("num_rounds=2", "num_rounds: no such key; did you mean 'rounds'?"),
         ("merge.optimiser.lr=1", "merge.optimiser: no such key; did you mean 'optimizer'?"),
-        ("data.partition.client=4", "data.partition.client: no such key; did you mean 'clients'?"),
         ("data.partition={by='column',column='x',columm=2}", "data.partition.columm: no such key; did you"),
-        ("data.train={path='x',formt='y'}", "data.train.formt: no such key; did you mean 'format'?"),
         ("data.columns.promt=x", "data.columns.promt: no such key; did you mean 'prompt'?"),
         ("cohort.zzz=1", "cohort.zzz: no such key; known keys: fraction, offences, sampling, size"),
-        ("method.lr=-1", "--set method.lr=-1: method.lr = -1: should be greater than 0"),
-        ("method.lr=fast", "method.lr = 'fast': should be a valid number"),
-        ("seed=1.5", "seed = 1.5: should be a valid integer"),
-        ("merge.rule=meen", "merge.rule = 'meen': should be 'mean', 'median', 'trimmed_mean'"),
-        ("data.partition={by='colum'}", "data.partition.by = 'colum': should be one of 'iid', 'column'"),
-        (
-            "data.partition={by='iid',clients=2,sizes=[1,-2]}",
-            "data.partition.sizes.1 = -2: should be greater",
-        ),
-        ("data.partition={by='iid'}", "data.partition.clients: missing; it has no default"),
-        ("method.name=fedpo", "no method is called 'fedpo'; did you mean 'feddpo'?"),
-        ("data.train.path=x", "--set data.train.path=x: train is 'pairs.jsonl', not a table"),
-        ("nonsense", "--set nonsense: write key=value, e.g. --set method.lr=1e-4"),
-        ("=3", "--set =3: write key=value"),
-        ("engine.name=cloud", "engine.name = 'cloud': should be 'local'"),
     ):
         with subtests.test(override=override, words=words):
             with pytest.raises(ConfigError) as caught:
@@ -138,17 +116,6 @@ def test_tables_that_are_missing_are_named(file):
     with pytest.raises(ConfigError, match="data: missing") as caught:
         Experiment.load(file)
     assert len(str(caught.value).splitlines()) == 3
-
-
-def test_a_file_that_is_none(tmp_path, file):
-    with pytest.raises(ConfigError, match="no such file; `prefed init METHOD --out"):
-        Experiment.load(tmp_path / "absent.toml")
-    file.write_text("rounds = \n")
-    with pytest.raises(ConfigError, match=r"exp.toml is not TOML: .*line 1"):
-        Experiment.load(file)
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"exp\.toml: not UTF-8 text \(byte 0xff on line 1\)"):
-        Experiment.load(file)
 
 
 @pytest.mark.parametrize(
@@ -214,11 +181,6 @@ def test_paths_start_from_the_file_or_else_from_where_one_is(tmp_path, monkeypat
 )
 def test_a_fraction_of_clients(fraction, clients, size):
     assert CohortConfig(fraction=fraction).of(clients) == size
-
-
-def test_a_cohort_has_one_size(file):
-    with pytest.raises(ConfigError, match="give size or fraction, not both"):
-        Experiment.load(file, ["cohort.size=2", "cohort.fraction=0.5"])
 
 
 def test_a_starting_file_loads_and_says_what_the_defaults_are(subtests):

@@ -268,11 +268,11 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/train/": (4_210, "the objective grpo"),
     "src/prefed/ui/": (7_550, "the second accuracy of a leaderboard; runs without single clients"),
     "tests/": (2_470, "examples that make test samples; forked workers close what they inherit"),
-    "tests/cli/": (4_940, "tables of inputs are one test with a subtest a row"),
-    "tests/engines/": (11_060, "secure sums of metrics by plain whole numbers"),
+    "tests/cli/": (4_820, "tables of inputs are one test with a subtest a row"),
+    "tests/engines/": (11_040, "secure sums of metrics by plain whole numbers"),
     "tests/golden/": (5_000, "GRPO, by hand, by TRL and by the KL divergence"),
     "tests/laws/": (1_885, "examples that make test samples"),
-    "tests/unit/": (22_800, "how much a client moves a sum of metrics"),
+    "tests/unit/": (22_750, "how much a client moves a sum of metrics"),
     # Words.
     "docs, README.md": (64_200, "pages say each fact once"),
 }
