@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -42,9 +43,9 @@ gc.disable()
 
 # One thread, unless OMP_NUM_THREADS says otherwise, as scripts/processors.sh does.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-# What fsync does shows only when the power fails: nothing waits for it, but in processes that tests start.
+# What these do shows only when the power fails: nothing waits for them, but in processes that tests start.
 # tests/unit/test_durability.py says what is synced when.
-os.fsync = lambda handle: None
+os.fsync = np.memmap.flush = lambda handle: None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,10 +1,11 @@
-"""Alignments that stop, go on, and find what another process or hand changed."""
+"""Alignments that stop, continue, and find what another process or a user changed."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 
-from alignments import align_killed, content
+from alignments import align_killed, content, make_alignment
 from alignments import alignment as alignment
 from alignments import place as place
 from alignments import selectors as selectors
@@ -24,21 +25,25 @@ def stop_at(alignment, stage, step):
         align(replace(alignment, callback=Stop()))
 
 
-def test_killed_at_every_write(alignment, monkeypatch):
+@pytest.fixture(scope="module")
+def whole(place, selectors, tmp_path_factory):
+    """The folder of an alignment that was not stopped."""
+    folder = tmp_path_factory.mktemp("whole") / "align"
+    align(make_alignment(place, selectors, folder))
+    return folder
+
+
+def test_killed_at_every_write(alignment, whole, monkeypatch):
     """Every process is killed in the middle of its seventh write or rename: half of the bytes are there. The
-    next one goes on, until one comes through. What is then in the folder is what one process leaves."""
-    whole = replace(alignment, folder=alignment.folder.with_name("whole"))
-    align(whole)
+    next one continues, until one ends. The folder is then what one process leaves."""
     processes = align_killed(alignment, monkeypatch, at=7, most=40)
     assert 6 < processes < 40
-    assert content(alignment.folder) == content(whole.folder)
+    assert content(alignment.folder) == content(whole)
 
 
-def test_a_changed_byte_in_what_a_stopped_stage_left_is_noticed(alignment):
+def test_a_changed_byte_in_what_a_stopped_stage_left_is_noticed(alignment, whole):
     """A changed completion or score is made again, to the same bytes. A changed state of training is refused
     with its name, and the stage done again gives the same bytes too."""
-    whole = replace(alignment, folder=alignment.folder.with_name("whole"))
-    align(whole)
     for name, batch, there in (("completions", 3, b'"sample": 1'), ("labels", 1, b'"scores": [')):
         stop_at(alignment, name, batch)
         path = alignment.folder / {"completions": "completions.jsonl", "labels": "scores.jsonl"}[name]
@@ -53,13 +58,13 @@ def test_a_changed_byte_in_what_a_stopped_stage_left_is_noticed(alignment):
     with pytest.raises(AlignError, match=r"train\.state is damaged.*--stage train"):
         align(alignment)
     align(alignment, "train")
-    assert content(alignment.folder) == content(whole.folder)
+    assert content(alignment.folder) == content(whole)
 
 
-def test_a_stage_alone_and_changed_settings(alignment):
+def test_a_stage_alone_and_changed_settings(alignment, whole):
     """Stages that are done are not done again. Another learning rate is refused until the stage is asked for;
     then completions and labels stay as they are."""
-    align(alignment)
+    shutil.copytree(whole, alignment.folder)
     before = content(alignment.folder)
     ran = []
 
