@@ -46,6 +46,11 @@ def test_a_sites_file_is_checked(tmp_path):
             r"limits.methods = \[\]: an empty list allows nothing: add an entry",
         ),
         ("[data]\n[limits]\nexchanges = []\n", "limits.exchanges = .* remove the key to allow all"),
+        ("[data]\n[limits]\njudgements = 9\n", r"site.toml: \[limits\] judgements requires \[judge\] name"),
+        ("[data]\n[judge]\nname = 'utilty'\n", "judge.name = 'utilty': .* did you mean 'utility'"),
+        ("[data]\n[judge]\nname = 'people:x'\n", "'people:x': no judge of prefed that votes on every pair"),
+        ("[data]\n[judge]\nname = 'own.judge:J'\n", "no judge of prefed that votes on every pair"),
+        ("[data]\n[judge]\nname = 'utility'\ntaste = 'ada'\n", "each client judges with its own taste"),
     ],
 )
 def test_a_sites_file_has_its_own_part_alone(tmp_path, lines, message):
@@ -54,6 +59,22 @@ def test_a_sites_file_has_its_own_part_alone(tmp_path, lines, message):
     path.write_text(f'federation = "wards"\nname = "a"\nmodel = {{ name = "m" }}\n{lines}')
     with pytest.raises(ConfigError, match=message):
         SiteConfig.load(path)
+
+
+def test_a_judge_is_looked_for_next_to_the_file(tmp_path):
+    """A folder that is there; a server's model has no folder, and what is not there may be on the hub."""
+    (tmp_path / "mine").mkdir()
+    path, lines = tmp_path / "site.toml", 'federation = "wards"\nname = "a"\nmodel = { name = "m" }\n[data]\n'
+    mine = f"{tmp_path}/mine"
+    for name, expected in {
+        "selector:mine": f"selector:{mine}",
+        "reward:./mine": f"reward:{mine}",
+        "reward:org/model": "reward:org/model",
+        "endpoint:mine": "endpoint:mine",
+        "utility": "utility",
+    }.items():
+        path.write_text(f'{lines}[judge]\nname = "{name}"\n')
+        assert SiteConfig.load(path).judge.name == expected
 
 
 @pytest.mark.parametrize(

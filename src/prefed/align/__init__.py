@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
-    from prefed.align.alignment import Alignment, ClientPrompts, KnownTastes, Scorer, Selectors
+    from prefed.align.alignment import (
+        Alignment,
+        ClientPrompts,
+        KnownTastes,
+        Scorer,
+        Selectors,
+        Voters,
+    )
     from prefed.align.policy import AlignError
     from prefed.align.run import STAGES, align
     from prefed.align.start import check_inputs
@@ -21,6 +28,7 @@ __all__ = [
     "KnownTastes",
     "Scorer",
     "Selectors",
+    "Voters",
     "align",
     "check_inputs",
 ]

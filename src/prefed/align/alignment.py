@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -123,8 +123,20 @@ class Selectors:
         return asked, scores
 
 
-class Clients(Protocol):
-    """The clients of a run, who judge completions where their data are."""
+class Voters(Protocol):
+    """The clients of a run, who vote on completions where their data are."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What they judge with, as JSON values."""
+
+    @property
+    def votes(self) -> Scorer:
+        """Their votes, ``[U, n]``: 1, 0 or −1 of each client that trains, in order; 0 without a verdict."""
+
+
+class Clients(Voters, Protocol):
+    """The clients of a run, who also train on what they judged."""
 
     @property
     def names(self) -> Sequence[str]:

@@ -33,8 +33,19 @@ LABELLERS = ("majority", "mean", "minimum", "adaptive")
 """How all selectors label together; see :func:`prefed.align.labels.leads`."""
 CLIENTS = "clients"
 """The labeller whose votes are the clients'."""
-PEOPLE = "people:"
-"""How the name of a judge begins that looks up what people chose."""
+PEOPLE, ENDPOINT = "people", "endpoint"
+"""Kinds of judges that look up what people chose, and that ask a server."""
+SITE = "site"
+"""The judge of clients in a federation: the one that the file of their site names."""
+
+
+def judge_kind(name: str) -> str:
+    """The kind of a judge.
+
+    >>> judge_kind("endpoint:org/model:free"), judge_kind("utility")
+    ('endpoint', 'utility')
+    """
+    return name.partition(":")[0]
 
 
 URL = "https://api.openai.com/v1"
@@ -170,7 +181,7 @@ class AlignConfig(StrictModel):
         None,
         min_length=1,
         description="the judge with which each client judges completions on its machine, as of `prefed "
-        "judge`, with the client's own taste",
+        "judge`, with the client's own taste; site: the one in its site's file, for a run over sites",
     )
     refresh: RefreshConfig | None = Field(
         None, description="clients judge completions of later policies; default: the selectors stay the same"
@@ -248,7 +259,7 @@ class AlignConfig(StrictModel):
                 f"labels must be {', '.join(LABELLERS)}, a selector's number from 0, judge:NAME, or {CLIENTS}"
             )
         for key, judge in self.judges.items():
-            if is_code(judge) and "." in judge.partition(":")[0]:
+            if is_code(judge) and "." in judge_kind(judge):
                 raise ValueError(
                     f"{key} = {getattr(self, key)!r}: an alignment does not load a judge from a file or "
                     "module; use one of prefed, or install a package with an entry point in 'prefed.judges' "
@@ -287,7 +298,7 @@ class AlignConfig(StrictModel):
             raise ValueError("clients judge completions: name the judge that each of them uses: client_judge")
         if not judging and self.client_judge is not None:
             raise ValueError(f"client_judge requires labels = '{CLIENTS}' or [align.refresh]: remove it")
-        if self.labels == CLIENTS and str(self.client_judge).startswith(PEOPLE):
+        if self.labels == CLIENTS and judge_kind(self.client_judge or "") == PEOPLE:
             raise ValueError(
                 f"labels = '{CLIENTS}' has votes on every pair of completions, which people do not give: "
                 "let them judge in [align.refresh], or use another client_judge"
@@ -296,15 +307,25 @@ class AlignConfig(StrictModel):
             return
         if self.generations is None:
             raise ValueError("[align.refresh] requires several generations: set generations")
+        if self.client_judge == SITE:
+            raise ValueError(
+                "[align.refresh] trains where the run is, and clients of a federation are at their sites: "
+                f"let them vote (labels = '{CLIENTS}')"
+            )
         if self.labels == CLIENTS or self.judge_name is not None or self.tastes is not None:
             given = f"labels = {self.labels!r}" if self.tastes is None else f"tastes = {self.tastes!r}"
             raise ValueError(f"[align.refresh] trains the selectors that label: remove it or {given}")
 
     @property
     def judges(self) -> dict[str, str]:
-        """Key → name of each judge."""
+        """Key → name of each judge on this machine."""
         named = {"labels": self.judge_name, "client_judge": self.client_judge}
-        return {key: name for key, name in named.items() if name}
+        return {key: name for key, name in named.items() if name and name != SITE}
+
+    @property
+    def judge_kinds(self) -> frozenset[str]:
+        """The kinds of the judges on this machine."""
+        return frozenset(map(judge_kind, self.judges.values()))
 
     @property
     def judge_options(self) -> JudgeConfig:
@@ -404,7 +425,7 @@ def _drop_conflicts(table: dict[str, Any], given: Set[str]) -> None:
     for key in given & AlignConfig.model_fields.keys():
         if table.get(key) == "":
             del table[key]
-    judged = str(table.get("labels", "")).startswith("judge:")
+    judged = judge_kind(str(table.get("labels", ""))) == "judge"
     labelling, tasting = {"labels"} if judged else set[str](), {"tastes", "generations", "regenerate"}
     dropped = set[str]()
     if "tastes" in given:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -86,6 +86,7 @@ class Job:
         stop: early stopping; ``None``: all rounds are run, and only the last is kept.
         feedback: the kind of feedback that clients train on; evaluations may have its metrics.
         answers: writes what a client's models answer when it is evaluated; ``None``: nothing.
+        judges: client, pairs → its votes on them, in a federation; ``None``: clients judge nothing.
 
     Raises:
         FleetError: the fleet cannot complete a round.
@@ -112,6 +113,7 @@ class Job:
     stop: StopConfig | None = None
     feedback: Feedback = kinds.PAIRS
     answers: ClientAnswers | None = None
+    judges: Callable[[str, bytes], bytes] | None = None
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)

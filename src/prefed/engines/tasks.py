@@ -64,15 +64,15 @@ class Task:
     """A request to a client.
 
     Attributes:
-        kind: ``"visit"`` (take part in an exchange) or ``"evaluate"``.
-        round: the round that uses the result.
-        exchange: name of the exchange; empty for ``"evaluate"``.
-        message: the encoded download.
+        kind: ``"visit"`` (take part in an exchange), ``"evaluate"`` or ``"judge"``.
+        round: the round that uses the result; for ``"judge"`` the last one of the run.
+        exchange: name of the exchange; empty for other tasks.
+        message: the encoded download; for ``"judge"`` what :attr:`Job.judges` reads.
         asked: the earlier round in which the client was asked, if its upload is late; else 0.
         split: split of an evaluation; empty for that of the job.
     """
 
-    kind: Literal["visit", "evaluate"]
+    kind: Literal["visit", "evaluate", "judge"]
     client: str
     round: int
     exchange: str
@@ -86,7 +86,7 @@ class TaskResult:
     """The answer to a task.
 
     Attributes:
-        message: the encoded upload, or the metrics as JSON; empty if withheld.
+        message: the encoded upload, the metrics as JSON, or the votes; empty if withheld.
         withheld: why nothing was sent; empty on success.
         broken: the answer was malformed, which counts as a bad upload; ``withheld`` says why.
         asked: ``asked`` of the task.
@@ -106,9 +106,10 @@ class TaskResult:
 def run_task(job: Job, task: Task, states: ClientStates) -> TaskResult:
     """Run a task on the client's side. A visit stages the next private state if it changed."""
     try:
-        result = _visit(job, task, states) if task.kind == "visit" else _evaluate(job, task, states)
+        work = {"visit": _visit, "evaluate": _evaluate, "judge": _judge}[task.kind]
+        result = work(job, task, states)
     except Exception as error:
-        error.add_note(f"(client {task.client!r}, round {task.round}, {task.exchange or 'evaluation'})")
+        error.add_note(f"(client {task.client!r}, round {task.round}, {task.exchange or task.kind})")
         raise
     return replace(result, asked=task.asked)
 
@@ -161,6 +162,11 @@ def _evaluate(job: Job, task: Task, states: ClientStates) -> TaskResult:
         if job.answers is not None:
             note = job.answers(task.client, private, published, task.round)
     return TaskResult(task.client, json.dumps(figures).encode(), note=note)
+
+
+def _judge(job: Job, task: Task, states: ClientStates) -> TaskResult:
+    assert job.judges is not None
+    return TaskResult(task.client, job.judges(task.client, task.message))
 
 
 def _decoded(job: Job, client: str, stored: bytes | None) -> State:

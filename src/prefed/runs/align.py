@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefed.align import AlignError, Alignment, ClientPrompts, KnownTastes, Selectors, check_inputs
+from prefed.align import (
+    AlignError,
+    Alignment,
+    ClientPrompts,
+    KnownTastes,
+    Scorer,
+    Selectors,
+    Voters,
+    check_inputs,
+)
 from prefed.align import align as run_stages
 from prefed.align.completions import endpoint_of
 from prefed.align.judge.endpoint import EndpointJudge, openai_or_here
@@ -25,7 +34,7 @@ from prefed.align.judge.questions import get_template
 from prefed.align.run import SETTINGS, SUMMARY
 from prefed.align.tastes import check_known
 from prefed.config import AlignConfig, Experiment
-from prefed.config.align import CLIENTS, align_settings
+from prefed.config.align import CLIENTS, ENDPOINT, SITE, align_settings
 from prefed.core import Callback, Callbacks, files
 from prefed.core.proxies import through
 from prefed.core.text import did_you_mean, listed, pluralize
@@ -35,7 +44,6 @@ from prefed.models import ModelConfig
 from prefed.models.pretrained import with_dtype, with_kernels
 from prefed.runs.finished_run import RunRecord, read_run
 from prefed.runs.labels import (
-    ClientVotes,
     JudgeLabels,
     check_selectors,
     make_judge,
@@ -61,6 +69,7 @@ def align(
     *,
     stage: str | None = None,
     callbacks: Sequence[Callback] = (),
+    voters: Voters | None = None,
 ) -> dict[str, Any]:
     """Start or continue an alignment of the finished run in ``path``.
 
@@ -68,6 +77,7 @@ def align(
         config: the ``[align]`` table; defaults to :func:`read_settings`.
         stage: a stage to run again, with all stages after it.
         callbacks: receive the events of the stages, which are also logged in ``run.log``.
+        voters: the clients of a run over sites, which judge there (``client_judge = "site"``).
 
     Returns:
         The content of ``align/summary.json``; see :func:`prefed.align.align`.
@@ -92,7 +102,7 @@ def align(
         tracked_alignment(record.config, folder, Callbacks([*callbacks, log])) as reporting,
     ):
         source = _Source(record.path, config, reporting)
-        alignment = _alignment(record, config, source)
+        alignment = _alignment(record, config, source, voters)
         if stage is not None or not (folder / SUMMARY).exists():
             source.check_tastes()
         _warn_of_collapse(record, config, reporting)
@@ -141,6 +151,8 @@ def what_is_sent(config: AlignConfig) -> Iterator[str]:
         yield f"the server's prompts are sent to {url}, which generates the completions"
     if url := servers.get("align.judge.url"):
         yield f"prompts and completions are sent to {url}, which judges them"
+    if config.client_judge == SITE:
+        yield "prompts and completions are sent to the sites, whose clients judge them"
 
 
 def _route(url: str) -> str:
@@ -151,7 +163,7 @@ def _route(url: str) -> str:
 def _servers(config: AlignConfig) -> dict[str, str]:
     """Setting → URL of each server that an alignment uses."""
     servers = {} if config.endpoint is None else {"align.endpoint.url": config.endpoint.url}
-    if any(name.startswith("endpoint:") for name in config.judges.values()):
+    if ENDPOINT in config.judge_kinds:
         servers["align.judge.url"] = config.judge_options.url
     return servers
 
@@ -244,7 +256,9 @@ def _warn_of_collapse(record: RunRecord, config: AlignConfig, callback: Callback
     )
 
 
-def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Alignment:
+def _alignment(
+    record: RunRecord, config: AlignConfig, source: _Source, voters: Voters | None = None
+) -> Alignment:
     experiment = recorded_experiment(record)
     count = getattr(experiment.method.settings, "selectors", 1)
     if isinstance(config.labels, int) and config.labels >= count:
@@ -260,24 +274,33 @@ def _alignment(record: RunRecord, config: AlignConfig, source: _Source) -> Align
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
     name, clients = config.judge_name, None
-    judge: JudgeLabels | ClientVotes | None = None
+    judge: Scorer | None = None
     origin: Any = [commit.digests.server, commit.fingerprint["model"], asked]
-    judged: dict[str, Any] = {}
+    judged: Mapping[str, Any] = {}
     if name is not None:
         own = make_judge(name, config.judge_options, source.run)
         judge, origin = JudgeLabels(own), own.identity
-    if config.client_judge is not None:
+    if config.client_judge == SITE:
+        if not record.sites:
+            raise AlignError(f"{record.path}: client_judge = 'site': this run has no sites; name a judge")
+        if voters is None:
+            raise AlignError(f"{record.path}: its clients judge at their sites: name the hub with --hub")
+        judge, origin = voters.votes, voters.identity
+    elif config.client_judge is not None:
         if record.sites or "peer" in record.summary or experiment.whole_graph is not None:
-            raise AlignError(f"{record.path}: client_judge: the clients of this run are not on this machine")
+            hint = "; sites judge with client_judge = 'site'" if record.sites else ""
+            raise AlignError(
+                f"{record.path}: client_judge: the clients of this run are not on this machine{hint}"
+            )
         if config.refresh is not None and experiment.privacy.kind is not None:
             raise AlignError(
                 f"{record.path}: [align.refresh] takes further rounds, which epsilon in its summary does not "
                 "count: leave out [privacy] or [align.refresh]"
             )
         clients = RunClients(source.run, config)
-        judged = {client: scorer.judge.identity for client, scorer in clients.scorers.items()}
+        judged = clients.identity
         if config.labels == CLIENTS:
-            judge, origin = ClientVotes([*clients.scorers.values()]), judged
+            judge, origin = clients.votes, judged
     return Alignment(
         folder=record.path / FOLDER,
         config=config,

@@ -12,7 +12,7 @@ from typing import Literal
 
 from prefed.align.judge.people import files_of
 from prefed.config import Experiment
-from prefed.config.align import PEOPLE
+from prefed.config.align import ENDPOINT, PEOPLE, SITE, judge_kind
 from prefed.core import files
 from prefed.runs.align import FOLDER as ALIGN
 from prefed.runs.align import read_settings
@@ -138,9 +138,11 @@ def _alignment(record: RunRecord, clients: Sequence[str]) -> tuple[Action, str]:
         return "deleted", f"it cannot be repeated: {error}"
     if {config.taste, config.judge and config.judge.taste} & {*clients}:
         return "deleted", "it used the client's taste"
-    if any(name.startswith(PEOPLE) for name in config.judges.values()):
+    if PEOPLE in config.judge_kinds:
         return "deleted", "people judge other completions without the client: repeat it with prefed align"
-    if config.endpoint is not None or any(name.startswith("endpoint:") for name in config.judges.values()):
+    if config.client_judge == SITE:
+        return "deleted", "sites judge other completions without the client: repeat it with prefed align"
+    if config.endpoint is not None or ENDPOINT in config.judge_kinds:
         return "deleted", "a server's answers are not reproducible: repeat it with prefed align"
     return "made again", ""
 
@@ -151,8 +153,8 @@ def _choices(record: RunRecord, clients: Sequence[str]) -> Iterator[Descendant]:
         judges = read_settings(record).judges.values()
     except ValueError:
         return
-    for judge in (name for name in judges if name.startswith(PEOPLE)):
-        for path in (file for name in clients for file in files_of(judge.removeprefix(PEOPLE), name)):
+    for judge in (name for name in judges if judge_kind(name) == PEOPLE):
+        for path in (file for name in clients for file in files_of(judge.partition(":")[2], name)):
             if path.exists():
                 yield Descendant(str(path.resolve()), "not reached", "completions, and what the client chose")
 

@@ -21,7 +21,7 @@ from prefed.align.judge.questions import blocks, by_score
 from prefed.config.align import JudgeOptions
 from prefed.core import files
 from prefed.core.plugins import Registry
-from prefed.data import Record
+from prefed.data import FederatedDataset, Record
 from prefed.methods import METHODS
 from prefed.methods.base.tastes import Z
 from prefed.runs.build import response_encoder
@@ -92,11 +92,27 @@ JUDGES: Registry[Callable[[str, JudgeOptions], Judge]] = Registry(
 
 
 def make_judge(name: str, options: JudgeOptions, run: LoadedRun) -> Judge:
+    """Make a judge of a run's model from its name.
+
+    Args:
+        run: the run of the judged model; loaded with its data for the judge ``utility``.
+
+    Raises:
+        ValueError, JudgeError, ModelError, RunError: as :func:`judge_over`.
+    """
+    return judge_over(name, options, run.trainers.dataset, run.record.path, run)
+
+
+def judge_over(
+    name: str, options: JudgeOptions, dataset: FederatedDataset, place: Path, run: LoadedRun | None = None
+) -> Judge:
     """Make a judge from its name.
 
     Args:
         name: ``NAME`` or ``NAME:ARGUMENT``.
-        run: the run of the judged model; loaded with its data for the judge ``utility``.
+        dataset: has the tastes for the judge ``utility``.
+        place: the directory of the run whose model is judged.
+        run: this run, if it is loaded.
 
     Raises:
         ValueError: there is no such judge.
@@ -104,24 +120,23 @@ def make_judge(name: str, options: JudgeOptions, run: LoadedRun) -> Judge:
     """
     kind, argument = split_name(name)
     if kind == "utility":
-        return _utility(options.taste, run)
+        return _utility(options.taste, dataset)
     if kind == "selector":
-        return _selector(Path(argument), options.taste, run)
+        return _selector(Path(argument), options.taste, place, run)
     if kind not in JUDGES:
         raise ValueError(f"no judge is called {kind!r}{JUDGES.hint(kind)}")
     return JUDGES[kind](argument, options)
 
 
-def _utility(taste: str, run: LoadedRun) -> Judge:
-    dataset = run.trainers.dataset
+def _utility(taste: str, dataset: FederatedDataset) -> Judge:
     records = (dataset.tokens.record(row) for row in range(len(dataset.tokens)))
     return UtilityJudge(read_taste(taste, records, dataset.flipped))
 
 
-def _selector(path: Path, taste: str, judged: LoadedRun) -> Judge:
-    run = judged if path.resolve() == judged.record.path.resolve() else load_run(path)
+def _selector(path: Path, taste: str, place: Path, judged: LoadedRun | None) -> Judge:
+    run = judged if judged and path.resolve() == place.resolve() else load_run(path)
     check_selectors(run.record)
-    record_copy(path, "judgement", judged.record.path)
+    record_copy(path, "judgement", place)
     named = taste != "mean" and run.method.tastes
     selectors = selectors_of(run, taste if named else None)
     models = {name: files.digest(t.flat.cpu().numpy().tobytes()) for name, t in selectors.models.items()}

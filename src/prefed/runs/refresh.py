@@ -17,7 +17,7 @@ from prefed.core import files
 from prefed.runs.build import build_data, build_job
 from prefed.runs.continued_run import copy_commits, prepared_run
 from prefed.runs.finished_run import read_run
-from prefed.runs.labels import JudgeLabels, make_judge, selectors_of
+from prefed.runs.labels import ClientVotes, JudgeLabels, make_judge, selectors_of
 from prefed.runs.loaded_run import LoadedRun, recorded_experiment
 from prefed.runs.rounds import finish_rounds
 from prefed.runs.start_or_resume import open_run, settings_digest
@@ -52,6 +52,16 @@ class RunClients:
             return dict.fromkeys(self.names, JudgeLabels(make_judge(name, options, self.run)))
         tastes = {client: options.model_copy(update={"taste": client}) for client in self.names}
         return {client: JudgeLabels(make_judge(name, own, self.run)) for client, own in tastes.items()}
+
+    @property
+    def votes(self) -> ClientVotes:
+        """See :class:`prefed.align.Clients`."""
+        return ClientVotes([*self.scorers.values()])
+
+    @cached_property
+    def identity(self) -> Mapping[str, Any]:
+        """See :class:`prefed.align.Clients`."""
+        return {client: scorer.judge.identity for client, scorer in self.scorers.items()}
 
     def train(self, pairs: Path, before: Path | None, folder: Path) -> str:
         """Continue the run, or an earlier refresh, on judged pairs; see :class:`prefed.align.Clients`.

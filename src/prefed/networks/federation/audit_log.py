@@ -210,6 +210,7 @@ def line_of(entry: dict[str, Any]) -> str:
     words += [entry["what"], *([entry["client"]] if "client" in entry else [])]
     details = [f"{name} {count:,} numbers" for name, count in entry.get("tensors", {}).items()]
     details += [f"weight {entry['weight']:g}"] if "weight" in entry else []
+    details += [pluralize(len(entry["votes"]), "vote", "votes")] if "votes" in entry else []
     metrics = {**entry.get("scalars", {}), **entry.get("figures", {})}
     details += [f"{name} {value:.4g}" for name, value in metrics.items()]
     labels = {"refused": "refused", "withheld": "withheld", "failed": "failed"}
@@ -234,6 +235,8 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     asked += [f"noise_multiplier at least {limits.noise_multiplier:g}"] if limits.noise_multiplier else []
     asked += [f"epsilon at most {limits.epsilon:g} at delta {limits.delta:g}"] if limits.epsilon else []
     yield f"  noise: {', '.join(asked) or 'optional'}"
+    if limits.judgements:
+        yield f"  votes: each client on at most {limits.judgements:,} pairs of completions in a run"
     yield from _spent(config)
     entries = list(SentLog.of(config).entries())
     yield from _keys(config, entries)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
 
+from prefed.config.align import ENDPOINT, PEOPLE, JudgeConfig
 from prefed.config.errors import ConfigError, validate
 from prefed.config.file import make_absolute, read_toml
 from prefed.config.settings import method_kind
@@ -58,6 +59,43 @@ class Disclose(StrictModel):
         False,
         description="report each client's number of pairs, which weights the merge; required to join a run",
     )
+
+
+class SiteJudge(JudgeConfig):
+    """``[judge]``: how this site's clients judge completions of the hub."""
+
+    prefix: ClassVar[str] = "[judge] "
+
+    name: str = Field(
+        min_length=1,
+        description="utility, selector:RUN, reward:FOLDER, local:FOLDER or endpoint:MODEL, as for `prefed "
+        "judge`; each client judges with its own taste",
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _votes(cls, value: str) -> str:
+        from prefed.align.judge.names import ARGUMENTS, split_name
+
+        kind, _ = split_name(value)
+        if kind not in ARGUMENTS or kind == PEOPLE:
+            raise ValueError(f"{value!r}: no judge of prefed that votes on every pair")
+        return value
+
+    @field_validator("taste")
+    @classmethod
+    def _own(cls, value: str) -> str:
+        if value != cls.model_fields["taste"].default:
+            raise ValueError("each client judges with its own taste: remove it")
+        return value
+
+    def beside(self, folder: Path) -> SiteJudge:
+        """The same with a path that starts at ``folder``, if that exists."""
+        kind, _, place = self.name.partition(":")
+        found = folder / Path(place).expanduser()
+        if kind == ENDPOINT or not place or not found.exists():
+            return self
+        return self.model_copy(update={"name": f"{kind}:{found.resolve()}"})
 
 
 class Limits(StrictModel):
@@ -113,6 +151,12 @@ class Limits(StrictModel):
         True,
         description="allow metrics over held-out pairs; a run needs at least one site that allows them",
     )
+    judgements: int = Field(
+        0,
+        ge=0,
+        description="maximum number of pairs of completions on which a client votes in a run, with [judge]; "
+        "the votes reach the hub without noise; 0: none",
+    )
     message_mb: int = Field(4096, ge=1, description="maximum length of a message in MiB")
     visit_seconds: float = Field(0, ge=0, description="time limit of a visit in seconds; 0: no limit")
 
@@ -154,6 +198,9 @@ class SiteConfig(StrictModel):
     model: SiteModel = Field(description="the site's copy of the models")
     disclose: Disclose = Field(Disclose(), description="what the hub learns about clients")
     limits: Limits = Field(Limits(), description="what the hub may request")
+    judge: SiteJudge | None = Field(
+        None, description="how clients judge completions, if [limits] judgements allows it"
+    )
     sites: dict[str, str] = Field(
         {},
         description="for secure sums: fingerprint of each other site's key, as `prefed site keys` prints it "
@@ -237,8 +284,11 @@ class SiteConfig(StrictModel):
         if isinstance(model, dict):
             make_absolute({"method": model}, (path.parent,))
         config = validate(cls, tables, str(path))
+        if config.limits.judgements and config.judge is None:
+            raise ConfigError(f"{path}: [limits] judgements requires [judge] name")
         folders = {key: str((path.parent / getattr(config, key)).resolve()) for key in ("kit", "state")}
-        config = config.model_copy(update=folders)
+        judge = config.judge and config.judge.beside(path.parent)
+        config = config.model_copy(update={**folders, "judge": judge})
         config._where = str(path)
         return config
 

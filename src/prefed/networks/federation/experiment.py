@@ -15,7 +15,7 @@ from prefed.config.file import allow_code, make_absolute, override, parse_toml, 
 from prefed.core import files, plugins
 from prefed.data import DataMismatchError, FederatedDataset
 from prefed.engines import Job, JobFactory
-from prefed.networks.federation.config import OWN_DATA, SiteConfig
+from prefed.networks.federation.config import OWN_DATA, SiteConfig, SiteJudge
 from prefed.runs.build import (
     answered_prompts,
     assemble_job,
@@ -199,7 +199,12 @@ def reported_names(dataset: FederatedDataset, config: SiteConfig, secret: bytes)
 
 
 def site_factory(
-    experiment: Experiment, folder: Path, run: Path, names: Mapping[str, str], members: Sequence[str]
+    experiment: Experiment,
+    folder: Path,
+    run: Path,
+    names: Mapping[str, str],
+    members: Sequence[str],
+    judge: SiteJudge | None = None,
 ) -> JobFactory:
     """The factory with which the training process builds a site's job.
 
@@ -214,6 +219,7 @@ def site_factory(
         "run": str(run.resolve()),
         "names": dict(names),
         "members": list(members),
+        "judge": judge and judge.model_dump(),
     }
     return JobFactory("prefed.networks.federation.experiment:build_site_job", json.dumps(order))
 
@@ -229,9 +235,14 @@ def build_site_job(arguments: str) -> Job:
     least = max(1, experiment.privacy.minimum_pairs)
     among = dataset.renamed(order["names"]).among(order["members"], least)
     trainers = build_trainers(experiment, among, folder / "reference")
-    job = assemble_job(experiment, trainers)
+    job, run = assemble_job(experiment, trainers), Path(order["run"])
+    if order["judge"]:
+        from prefed.networks.federation.judging import SiteJudges
+
+        judge = SiteJudge.model_validate(order["judge"])
+        job = replace(job, judges=SiteJudges(judge, dataset, order["names"], run))
     if not answered_prompts(experiment, trainers.backbone.tokenizer):
         return job
     from prefed.runs.answers import SiteAnswers
 
-    return replace(job, answers=SiteAnswers(experiment, job, Path(order["run"])))
+    return replace(job, answers=SiteAnswers(experiment, job, run))

@@ -165,8 +165,7 @@ class Sites:
             SiteError: the site refuses, fails or has another base model.
             UnreachableError: the site does not answer.
         """
-        self._members, self._unseen, self._model = list(members), list(unseen), model
-        self._order = order_digest(self._experiment, self._members, self._unseen)
+        self.know(self._experiment, members, unseen, model)
         request = Start(**self._common, members=self._members, unseen=self._unseen)
         started = self._agreed(site, request, Started, timeout)
         if started.fingerprint.get("model") != model:
@@ -184,6 +183,11 @@ class Sites:
             raise SiteError(f"site {site!r} sent no key for secure sums: install the same version of prefed")
         if not started.evaluates:
             self.unevaluated.add(site)
+
+    def know(self, experiment: str, members: Sequence[str], unseen: Sequence[str], model: str) -> None:
+        """Set what a finished run was started with; a site that does not know it any more is sent it."""
+        self._experiment, self._members, self._unseen = experiment, list(members), list(unseen)
+        self._order, self._model = order_digest(experiment, self._members, self._unseen), model
 
     def hello(self, site: str) -> str:
         """Greet a site. Return why it does not answer; empty if it does."""

@@ -135,7 +135,7 @@ class Visit(Request):
         receipt: receipt of the client's private state; ``None`` for the initial state.
     """
 
-    kind: Literal["visit", "evaluate"]
+    kind: Literal["visit", "evaluate", "judge"]
     client: str
     round: int
     exchange: str
@@ -145,8 +145,8 @@ class Visit(Request):
 
     @model_validator(mode="after")
     def _evaluates(self) -> Visit:
-        if self.kind == "evaluate" and self.exchange:
-            raise ValueError("an evaluation must not name an exchange")
+        if self.kind != "visit" and self.exchange:
+            raise ValueError("only a visit names an exchange")
         return self
 
     def task(self, message: bytes) -> Task:
@@ -239,6 +239,7 @@ REQUESTS: Mapping[object, type[Request]] = {
     "start": Start,
     "visit": Visit,
     "evaluate": Visit,
+    "judge": Visit,
     "sum": Sum,
     "published": Publish,
     "forget": Forget,

@@ -41,6 +41,7 @@ from prefed.networks.federation.experiment import (
     started_experiment,
 )
 from prefed.networks.federation.final_models import take_in
+from prefed.networks.federation.judging import Votes, read_pairs
 from prefed.networks.federation.limits import (
     RefusalError,
     check_experiment,
@@ -199,6 +200,8 @@ class Site:
                     return self._join(run, request.experiment, request.code)
                 case Start():
                     return self._start(run, request.members, request.unseen)
+                case Visit(kind="judge"):
+                    return self._vote(run, request, body)
                 case Visit():
                     return self._do(run, request, body)
                 case Sum():
@@ -286,7 +289,8 @@ class Site:
         check_places(self.config)
         self._stop()
         folder = self._state / "runs" / run
-        factory = site_factory(experiment, self._state / "cache", folder, order["names"], order["members"])
+        names, judge = order["names"], self.config.judge
+        factory = site_factory(experiment, self._state / "cache", folder, names, order["members"], judge)
         worker = Worker()
         try:
             worker.build(factory, experiment.engine.threads or 1)
@@ -355,6 +359,32 @@ class Site:
         ):
             self._answers.popitem(last=False)
         return answer
+
+    def _vote(self, run: str, request: Visit, body: bytes) -> bytes:
+        """Let a client judge pairs of completions, and answer with its votes."""
+        order, limits, judge = self._read_order(run) or {}, self.config.limits, self.config.judge
+        if not ("exchanges" in order and "pairs" in order) or _digest(order) != request.order:
+            return pack(unknown=True)
+        _own_client(order, request.round, request.client)
+        if judge is None or not limits.judgements:
+            raise RefusalError("[limits] judgements = 0: clients of this site judge no completions")
+        if self._experiment_of(run, order).privacy.kind is not None:
+            raise RefusalError("[privacy]: votes have no noise, and this run promises noise")
+        pairs, asked = len(read_pairs(body)), files.digest(body)
+        votes = Votes(self._state / "runs" / run, request.client, judge)
+        if asked not in votes.given:
+            if (total := votes.count + pairs) > limits.judgements:
+                raise RefusalError(
+                    f"[limits] judgements: {total:,} pairs of the client requested in this run, at most "
+                    f"{limits.judgements:,} allowed"
+                )
+            self._begin(run, order)
+            votes.keep(asked, self._work(run, order, request.task(body), None)["message"])
+        given = votes.given[asked]
+        about: dict[str, Any] = {"run": run, "round": request.round, "client": request.client}
+        self.log.add("judge", **about, bytes=pairs, votes=given, judge=judge.name, request=asked)
+        self._say(f"run {run[:8]}: {request.client}, {pluralize(pairs, 'vote', 'votes')}")
+        return pack(np.array(given, np.int8).tobytes())
 
     def _visited(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -35,6 +35,7 @@ from prefed.ui.cli.output import print_json, print_progress, progress_console, t
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from prefed.align import Voters
     from prefed.config import Experiment
     from prefed.runs.sweep import SweepCell
 
@@ -387,6 +388,18 @@ def align(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the alignment in the directory, with its settings.")
     ] = False,
+    hub: Annotated[
+        Path | None, typer.Option(help="For a run whose clients vote at their sites: the hub's folder.")
+    ] = None,
+    sites: Annotated[
+        str | None, typer.Option(metavar="A,B", help="With --hub: the sites that vote (default: all).")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0, help="With --hub: seconds to wait for all sites to connect.")
+    ] = 120.0,
+    visit: Annotated[
+        float, typer.Option(min=1, help="With --hub: timeout of a client's votes in seconds.")
+    ] = 600.0,
 ) -> None:
     """Align a model with a finished run's selectors, on prompts only."""
     overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
@@ -396,6 +409,8 @@ def align(
 
         record = read_run(run)
         from prefed.align.run import has_alignment
+        from prefed.config.align import SITE
+        from prefed.core import Callbacks
         from prefed.core.text import pluralize
         from prefed.runs.align import FOLDER, read_settings
         from prefed.runs.align import align as align_run
@@ -411,10 +426,16 @@ def align(
                 "after it with --stage NAME (--stage prompts repeats all)"
             )
         config = read_settings(record, overrides, anew=anew)
+        if (hub is None) == (config.client_judge == SITE):
+            raise UsageError(f"--hub and align.client_judge = '{SITE}' require each other")
 
         console = progress_console()
         console.print(f"{config.prompts.path} → {folder}", markup=False, soft_wrap=True)
-        training = align_run(run, config, stage=stage, callbacks=terminal(console))["train"]
+        callbacks = terminal(console)
+        terms = record.path, hub, sites, wait, visit
+        with _site_voters(*terms, Callbacks(callbacks).on_warning) as voters:
+            done = align_run(run, config, stage=stage, callbacks=callbacks, voters=voters)
+        training = done["train"]
         kept = training["epochs"][training["kept"] - 1]
         generation = f", generation {kept['generation']}" if "generation" in kept else ""
         measured = ""
@@ -431,3 +452,28 @@ def align(
             console.print(line, markup=False, soft_wrap=True)
         if console.quiet:
             typer.echo(f"adapter: {folder / 'adapter'}")
+
+
+@contextmanager
+def _site_voters(
+    run: Path, hub: Path | None, sites: str | None, wait: float, visit: float, warn: Callable[[str], None]
+) -> Iterator[Voters | None]:
+    """Open the sites of a run, whose clients vote; nothing without a hub."""
+    if hub is None:
+        yield None
+        return
+    from prefed.networks.federation.flare import check_installed
+
+    check_installed()
+    from prefed.networks.federation.federate import Terms
+    from prefed.networks.federation.flare.kits import Kits
+    from prefed.networks.federation.flare.transport import FlareTransport
+    from prefed.networks.federation.voters import site_voters
+
+    kits = Kits.open(hub)
+    terms = Terms(kits.federation, tuple(sites.split(",")) if sites else (), wait, visit=visit)
+    with (
+        FlareTransport(kits) as transport,
+        site_voters(run, transport, terms, warn, print_progress) as voters,
+    ):
+        yield voters

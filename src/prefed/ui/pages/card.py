@@ -13,6 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from prefed.config.align import CLIENTS, judge_kind
 from prefed.core.strict_settings import flatten
 from prefed.core.text import markdown_text, pluralize, printable_lines, size
 from prefed.runs.align import stored_settings
@@ -196,8 +197,8 @@ def _aligned_content(run: RunRecord, export: Export, sets: list[str]) -> dict[st
     outcome, table = alignment_of(run.path), stored_settings(run)
     if outcome is None or table is None:
         raise RunError(f"{run.path}/align: not finished; continue with `prefed align {run.path} --resume`")
-    judged = str(table.get("labels", "")).startswith("judge:")
-    labeller = "a judge" if judged else "the clients' selectors"
+    labellers = {"judge": "a judge", CLIENTS: "votes of clients"}
+    labeller = labellers.get(judge_kind(str(table.get("labels", ""))), "the clients' selectors")
     labels, train = outcome.summary["labels"], outcome.summary["train"]
     prompts = pluralize(outcome.summary["prompts"]["kept"], "prompt", "prompts")
     pairs = pluralize(train["held_out"], "pair", "pairs")

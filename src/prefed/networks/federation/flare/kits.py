@@ -92,6 +92,11 @@ minimum_cohort = 2
 minimum_pairs = 0
 # privacy = "local"         # require noise that is added at this site; "distributed": at each site
 evaluate = true
+# judgements = 10000        # with [judge]: pairs of completions on which a client votes in a run
+
+# How clients judge completions of the hub: utility, selector:RUN, reward:FOLDER, …
+# [judge]
+# name = "reward:./judge"
 
 # For secure sums: the others' fingerprints, from `prefed site keys` there. Compare them by telephone.
 # [sites]

@@ -1,4 +1,4 @@
-"""Forgetting over NVIDIA FLARE, by the commands of a hub and two sites, each with its own processes."""
+"""Forgetting and votes over NVIDIA FLARE, by the commands of a hub and two sites with their own processes."""
 
 import json
 import shutil
@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from alignments import content
 from commands import prefed_
 from finished import WORDY, found, rows_of, wordy_place
 from peering import free_port
@@ -113,3 +114,45 @@ def test_forget_over_flare_is_never_had(place):
         assert said["key"] == keys[site] == fingerprint(public)
         prefed_("site", "log", config[site], "--known", stated["logged"])
         assert [path.name for path in (wards / site / "state/runs" / name).iterdir()] == ["order.json"]
+
+
+@pytest.mark.rare
+def test_sites_vote_over_flare(place):
+    """Each site judges with selectors on its own disk. The hub is killed after votes were given, and
+    continues: the result is that of the run in one process, whose clients judge with the same selectors."""
+    wards, over, alone = place / "wards", place / "over", place / "alone"
+    tables = {"seed": 3, "rounds": 1, "engine": {"threads": 1}}
+    tables["method"] = {"name": "fedbis", "lr": 0.05, "local_steps": 2, "batch_size": 4}
+    tables["model"] = {"name": str(place / "model"), "lora": {"rank": 2}}
+    (place / "experiment.toml").write_text(tomli_w.dumps(tables))
+    data = {each: str(place / f"{each}.jsonl") for each in ("train", "test")}
+    data["partition"] = {"by": "column", "column": "worker"}
+    run(Experiment.model_validate({**tables, "data": data}), alone)
+    for site in HOMES:
+        shutil.copytree(alone, wards / site / "selectors")
+        with (wards / site / "site.toml").open("a") as file:
+            file.write('[judge]\nname = "selector:./selectors"\n')
+        path = wards / site / "site.toml"
+        path.write_text(path.read_text().replace("[limits]\n", "[limits]\njudgements = 1000\n"))
+    keys = {"labels": "clients", "completions": 3, "max_new_tokens": 6, "generations": 2, "epochs": 1}
+    keys |= {"temperature": 1.0, "held_out": 0.25}
+    words = ["--prompts", str(place / "prompts.jsonl")]
+    words += [word for key, value in keys.items() for word in ("--set", f"align.{key}={value}")]
+    with running(wards):
+        prefed_("federate", place / "experiment.toml", "--hub", wards / "hub", "--out", over)
+        align = ["align", str(over), "--hub", str(wards / "hub"), "--set", "align.client_judge=site"]
+        with subprocess.Popen([*PREFED, *align, *words]) as hub:
+            given = wards / "north/state/runs"
+            until(lambda: [*given.glob("*/votes/*")] or hub.poll() is not None, "a client's votes")
+            hub.send_signal(signal.SIGKILL)
+        assert hub.returncode == -signal.SIGKILL
+        prefed_("align", over, "--hub", wards / "hub", "--resume")
+    prefed_("align", alone, "--set", f"align.client_judge=selector:{place / 'alone'}", *words)
+    kept = ("scores.jsonl", "labels.jsonl", "completions.jsonl", ".safetensors")
+    got, expected = (
+        {name: data for name, data in content(path / "align").items() if name.endswith(kept)}
+        for path in (over, alone)
+    )
+    assert got == expected
+    assert "judge  ann" in prefed_("site", "status", wards / "north/site.toml")
+    assert "require each other" in prefed_("align", over, "--resume", code=2)
