@@ -215,6 +215,23 @@ def test_killed_at_any_write_a_loop_ends_in_the_same_bytes(whole, finished, plac
     assert mine == theirs
 
 
+def test_a_client_that_judged_only_ties_sits_a_refresh_out(place, tmp_path, monkeypatch):
+    """Though the settings of the run's cohort and of its ranks count it, and it has no pair to evaluate on."""
+    monkeypatch.setitem(SIGNS, "left", 0)
+    method = {"name": "fedbis", "lr": 0.02, "batch_size": 4, "local_steps": 2}
+    tables = small_experiment(place, rounds=1, method=method)
+    lines = (place / "test.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "test.jsonl").write_text("".join(line for line in lines if "right" in line))
+    tables["data"] |= {"max_length": 64, "test": str(tmp_path / "test.jsonl")}
+    tables |= {"cohort": {"fraction": 1.0}, "merge": {"ranks": {"left": 1, "right": 2}}}
+    path = tmp_path / "run"
+    run(Experiment.from_tables(tables, "x.toml"), path)
+    align(path, config(place, refresh={"pairs": 4}, generations=1))
+    folder = path / "align/generations/1"
+    assert {row["client"] for row in rows(folder, "pairs.jsonl")} == {"right"}
+    assert [record["cohort"] for record in RunReader(folder / "refresh").rounds()[1:]] == [["right"]]
+
+
 def test_clients_vote(finished, place, tmp_path, monkeypatch):
     """A pair has one vote per client, 0 for a tie, and the sign of their sum labels it; no selector does."""
     path = tmp_path / "run"

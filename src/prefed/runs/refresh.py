@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -82,9 +83,6 @@ class RunClients:
                 files.write(partial / "config.toml", to_toml(experiment).encode())
                 settings = settings_digest(experiment.tables())
                 copy_commits(record.path, partial, {commit.round: commit}, data, settings)
-                starts = record.path / "checkpoint" / "starts.json"
-                if starts.exists():
-                    files.write(partial / "checkpoint" / "starts.json", starts.read_bytes(), mode=0o600)
         with open_run(experiment, folder, [], resume=True) as (writer, callback):
             finish_rounds(experiment, writer, callback, build_job)
         return RunReader(folder).commit.digests.server or ""
@@ -102,6 +100,11 @@ class RunClients:
             tables.pop(table, None)
         assert self.config.refresh is not None
         kept = {name: value for name, value in tables["data"].items() if name in _KEPT}
+        # A client that judged only ties has no pairs to train on.
+        judging = {json.loads(line)["client"] for line in pairs.read_bytes().splitlines()}
+        ranks = {client: rank for client, rank in old.merge.ranks.items() if client in judging}
+        if (size := old.cohort.of(len(self.names))) is not None:
+            tables["cohort"] |= {"size": min(size, len(judging)), "fraction": None}
         by_client, held_out = {"by": "column", "column": "client"}, pairs.with_name(HELD_OUT)
         tables |= {
             "rounds": done + self.config.refresh.rounds,
@@ -111,6 +114,7 @@ class RunClients:
                 **({"test": str(held_out.resolve())} if held_out.stat().st_size else {}),
                 "partition": by_client,
             },
+            "merge": {**tables["merge"], "ranks": ranks},
             "evaluate": {"every": 0, "text": 0},
         }
         return Experiment.from_tables(tables, "the refresh")
