@@ -216,7 +216,7 @@ def test_killed_at_any_write_a_loop_ends_in_the_same_bytes(whole, finished, plac
 
 
 def test_a_client_that_judged_only_ties_sits_a_refresh_out(place, tmp_path, monkeypatch):
-    """Though the settings of the run's cohort and of its ranks count it, and it has no pair to evaluate on."""
+    """Though the run's cohort and its ranks count it, and it has no pair to evaluate on."""
     monkeypatch.setitem(SIGNS, "left", 0)
     method = {"name": "fedbis", "lr": 0.02, "batch_size": 4, "local_steps": 2}
     tables = small_experiment(place, rounds=1, method=method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,28 @@ def test_wins_are_advantages(tokens: tuple[Tensor, Tensor, Tensor]) -> None:
     own = sums.detach().requires_grad_()
     got = gradient(own, torch.zeros(K, dtype=torch.float64), 1e-12, WINS)
     torch.testing.assert_close(got[:, None] * mask, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_rewards_are_bounded(tokens: tuple[Tensor, Tensor, Tensor]) -> None:
+    """A plain policy gradient of PAR's rewards, centred: σ of a reward less another's, by the mean over the
+    other completions. Rewards beyond all bounds are wins."""
+    policy, _, mask = tokens
+    sums = (policy * mask).sum(1)
+    for rewards in torch.tensor([[0.3, -1.2, 2.0, 0.1], [1e4, 3e4, 2e4, 0.0]], dtype=torch.float64):
+        rest = [torch.cat([rewards[:i], rewards[i + 1 :]]) for i in range(K)]
+        advantages = torch.stack([2 * torch.sigmoid(r - rest[i]).mean() - 1 for i, r in enumerate(rewards)])
+        objective = -(advantages * torch.exp(sums - sums.detach())).sum()
+        (expected,) = torch.autograd.grad(objective, policy, retain_graph=True)
+        own, zero = sums.detach().requires_grad_(), torch.zeros(K, dtype=torch.float64)
+        gaps = {(i, j): rewards[i] - rewards[j] for i, j in WINS}
+        made = batch(own, zero, {pair: int(gap.sign()) for pair, gap in gaps.items()})
+        margins = replace(made, margin=torch.stack([gap.abs() for gap in gaps.values()]))
+        loss, _ = OBJECTIVES["par"](margins, {"beta": 1e-12})
+        found = torch.autograd.grad(loss.sum(), own, retain_graph=True)[0] / (K - 1)
+        torch.testing.assert_close(found[:, None] * mask, expected, atol=1e-9, rtol=1e-9)
+        assert advantages.abs().max() <= 1
+    (wins,) = torch.autograd.grad(OBJECTIVES["grpo"](made, {"beta": 1e-12})[0].sum() / (K - 1), own)
+    torch.testing.assert_close(found, wins)
 
 
 def trl_gradient(policy: Tensor, reference: Tensor, mask: Tensor, beta: float) -> Tensor:

@@ -256,7 +256,7 @@ BUDGET: dict[str, tuple[int, str]] = {
         598,
         "discrete noise, whole numbers and masks; metrics as sums; receipts are signed",
     ),
-    "src/prefed/runs/": (6_490, "voters of a run elsewhere, and judges without a loaded run"),
+    "src/prefed/runs/": (6_493, "a refresh without clients that judged only ties"),
     "src/prefed/store/": (850, ""),
     "src/prefed/testing/": (700, ""),
     "src/prefed/trackers/": (600, ""),
@@ -264,12 +264,12 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/ui/": (7_592, "prefed align over sites"),
     "tests/": (2_470, "examples that make test samples; forked workers close what they inherit"),
     "tests/cli/": (4_880, "tables of inputs are one test with a subtest a row"),
-    "tests/engines/": (11_374, "votes of sites, equal to one process; hubs and sites that lie about them"),
-    "tests/golden/": (5_000, "GRPO, by hand, by TRL and by the KL divergence"),
+    "tests/engines/": (11_388, "a client that judges only ties"),
+    "tests/golden/": (5_015, "par against a plain policy gradient"),
     "tests/laws/": (1_885, "examples that make test samples"),
     "tests/unit/": (22_800, "how much a client moves a sum of metrics"),
     # Words.
-    "docs, README.md": (63_492, "votes over sites: how, who sees what, which threats remain"),
+    "docs, README.md": (63_567, "the objective par"),
 }
 """Place → what it may hold, and why that was raised last, written in the commit that raises it."""
 

@@ -284,8 +284,8 @@ class AlignConfig(StrictModel):
             raise ValueError("without sft the initial policy has no adapter: remove endpoint.load_adapter")
         if self.model is not None and self.model.train == "full":
             raise ValueError("model.train = 'full': the alignment trains a LoRA: remove it")
-        if self.objective == "grpo" and self.pairs != "all":
-            raise ValueError("objective 'grpo' counts wins among all completions: set pairs = 'all'")
+        if self.objective in ("grpo", "par") and self.pairs != "all":
+            raise ValueError(f"objective {self.objective!r} compares all completions: set pairs = 'all'")
         if "beta" in self.objective_settings:
             raise ValueError("beta is a separate key: move it out of objective_settings")
         self.goal()

@@ -81,6 +81,34 @@ def grpo(batch: PairBatch, *, beta: float) -> LossOutput:
     return beta * penalty / 2 - batch.delta, implicit_reward_metrics(batch, beta)
 
 
+def par(batch: PairBatch, *, beta: float) -> LossOutput:
+    """−tanh(m / 2) Δ_ir + β (r_w² + r_l²) / 2: :func:`grpo` with bounded rewards (PAR, arXiv:2502.18770).
+
+    The margin m is the log-odds that the chosen response is better, the difference of two proxy rewards. A
+    completion's reward is the mean, over the others as references, of σ of its proxy reward less theirs; A_i
+    is twice this, less 1. It is between −1 and 1 however large proxy rewards grow, and near-ties count
+    little. In the limit of large margins, this is :func:`grpo`. The paper's references are responses of the
+    initial policy.
+
+    Raises:
+        ValueError: a pair has no margin.
+    """
+    bounded = torch.tanh(_margins(batch, "par") / 2)
+    penalty = batch.chosen_ratio.square() + batch.rejected_ratio.square()
+    return beta * penalty / 2 - bounded * batch.delta, implicit_reward_metrics(batch, beta)
+
+
+def _margins(batch: PairBatch, name: str) -> Tensor:
+    margin = batch.need("margin")
+    missing = torch.isnan(margin)
+    if bool(missing.any()):
+        raise ValueError(
+            f"{int(missing.sum())} of {len(batch)} pairs have no margin; "
+            f"{name} requires the data's margin column"
+        )
+    return margin
+
+
 def cdpo(batch: PairBatch, *, beta: float, label_smoothing: float) -> LossOutput:
     """−(1−ε) log σ(β Δ_ir) − ε log σ(−β Δ_ir): conservative DPO (Mitchell 2023, eq. 3).
 
@@ -117,13 +145,7 @@ def odpo(batch: PairBatch, *, beta: float, alpha: float, log_margin: float) -> L
     Raises:
         ValueError: a pair has no margin, or a margin ≤ 0 with ``log_margin``.
     """
-    margin = batch.need("margin")
-    missing = torch.isnan(margin)
-    if bool(missing.any()):
-        raise ValueError(
-            f"{int(missing.sum())} of {len(batch)} pairs have no margin; "
-            "odpo requires the data's margin column"
-        )
+    margin = _margins(batch, "odpo")
     if log_margin:
         if bool((margin <= 0).any()):
             least = float(margin.min())

@@ -139,6 +139,7 @@ _LOSSES = (
     _entry(preference.dpop, "DPO-positive, arXiv:2402.13228", defaults={"beta": 0.1, "penalty": 50.0}),
     _entry(preference.dpo_norm, "length-normalised DPO, Tülu 3, arXiv:2411.15124", defaults={"beta": 5.0}),
     _entry(preference.grpo, "GRPO, arXiv:2402.03300, on wins", defaults={"beta": 0.1}),
+    _entry(preference.par, "PAR, arXiv:2502.18770, by grpo", defaults={"beta": 0.1}, needs_margin=True),
     _entry(preference.hinge, "SLiC, arXiv:2305.10425, and RSO, arXiv:2309.06657", defaults={"beta": 0.1}),
     _entry(preference.ipo, "IPO, arXiv:2310.12036, eq. 17", defaults={"beta": 0.1}),
     _entry(preference.cdpo, "cDPO, Mitchell 2023, eq. 3", defaults={"beta": 0.1, "label_smoothing": 0.1}),
