@@ -115,6 +115,7 @@ def test_three_sites(play: Any) -> None:
     assert all(process.poll() is not None for process in names["sites"])
 
 
+@pytest.mark.rare
 def test_own_method(play: Any) -> None:
     """The LoRA of one of two equal blocks is sent: half of the trained numbers."""
     summary = play("own-method")["result"].summary

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from commands import sweep_command
 from finished import small_place
+from forked import Command
 from prefed.config import ConfigError, to_toml
 from prefed.runs import sweep_child
 from prefed.runs.start_or_resume import fitted
@@ -562,9 +563,8 @@ def test_what_is_not_there_is_named_before_anything_runs(tmp_path):
 
 
 def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
-    """Ended by SIGTERM while a run goes on it leaves no process behind; given again it comes to its end, and
-    the run that was stopped names its code. The commands of the second sitting are called here, as starting
-    Python takes longer than they do."""
+    """Stopped by SIGTERM during a run, it leaves no process behind. The same command then finishes, and the
+    run that was stopped names its code. The second time, the commands of runs are called in this process."""
     toy_cells(small_place(tmp_path), further=0)
     table = tmp_path / "toy.toml"
     text = table.read_text().replace("[1, 2, 3]", "[1]").replace("[1e-3, 3e-3, 9e-3]", "[1e-3]")
@@ -579,13 +579,11 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
     ]
     words = ["sweep", str(table), "--out", str(tmp_path / "out")]
     words += [word for each in sets for word in ("--set", each)]
-    program = [sys.executable, "-m", "prefed", *words]
-    child = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = Command(tmp_path / "errors.txt", *words)
     run = tmp_path / "out/toy/local-lr0.001-seed1"
-    until(lambda: (run / "checkpoint").exists() or child.poll() is not None, "the first checkpoint")
-    child.send_signal(signal.SIGTERM)
-    output, _ = child.communicate(timeout=WATCHDOG)
-    assert (child.returncode, "the same command continues from here" in output) == (130, True), output
+    until((run / "checkpoint").exists, "the first checkpoint")
+    code, errors = process.send(signal.SIGTERM)
+    assert (code, "the same command continues from here" in errors) == (130, True), errors
 
     async def command(run, *words):
         called.append(words[0])
