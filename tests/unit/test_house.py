@@ -262,12 +262,13 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_210, "the objective grpo"),
     "src/prefed/ui/": (7_592, "prefed align over sites"),
+    "experiments/tests/": (2_000, "tests of experiment programs stand next to these"),
     "tests/": (2_470, "examples that make test samples; forked workers close what they inherit"),
     "tests/cli/": (4_880, "tables of inputs are one test with a subtest a row"),
     "tests/engines/": (11_388, "a client that judges only ties"),
     "tests/golden/": (5_015, "par against a plain policy gradient"),
     "tests/laws/": (1_885, "examples that make test samples"),
-    "tests/unit/": (22_800, "how much a client moves a sum of metrics"),
+    "tests/unit/": (20_830, "how much a client moves a sum of metrics"),
     # Words.
     "docs, README.md": (63_567, "the objective par"),
 }
@@ -290,7 +291,7 @@ def code_lines(text: str) -> int:
 @cache
 def measured() -> Counter[str]:
     sizes: Counter[str] = Counter()
-    for top in ("src/prefed", "tests"):
+    for top in ("src/prefed", "tests", "experiments/tests"):
         for path in (ROOT / top).rglob("*.py"):
             room, *rest = path.relative_to(ROOT / top).parts
             sizes[f"{top}/{room}/" if rest else f"{top}/"] += code_lines(path.read_text("utf-8"))

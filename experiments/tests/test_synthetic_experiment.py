@@ -12,8 +12,6 @@ from prefed.core import Key
 from prefed.data import synthetic
 from prefed.ui.cli import app
 
-pytestmark = pytest.mark.rare
-
 TABLE = EXPERIMENTS / "synthetic/path.toml"
 SMALL = (
     *("rounds=1", "method.local_steps=1", "method.batch_size=4", "model.lora.rank=2", "engine.threads=1"),

@@ -20,8 +20,6 @@ from prefed.models.tiny import make_tiny
 from prefed.ui.cli import app
 from preferences import jsonl
 
-pytestmark = pytest.mark.rare
-
 CELLS = {
     f"{path.parent.name}/{path.stem}/{name}": cell
     for folder in ("fedbiscuit", "selectors")

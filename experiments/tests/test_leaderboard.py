@@ -25,8 +25,6 @@ from prefed.ui.pages.sweep import keep
 from prefed.ui.pages.tables import Table, markdown
 from preferences import jsonl
 
-pytestmark = pytest.mark.rare
-
 BENCH = {path.stem: path for path in sorted((EXPERIMENTS / "bench").glob("*.toml"))}
 TASK = """\
 title = "A task"

@@ -29,8 +29,6 @@ from prefed.runs.build import build_data
 from prefed.ui.cli import app
 from preferences import jsonl
 
-pytestmark = pytest.mark.rare
-
 CELLS = {
     f"{path.parent.name}/{path.stem}/{name}": cell
     for paper in ("fedpdpo", "fedsdg")
@@ -545,18 +543,6 @@ def test_answers_of_clients_who_want_opposite_things(tmp_path):
         assert f"| model | brief-opposed | {side} | local | rpo | 0.001 | 1 | 1 | {rate} [" in printed
 
 
-def test_policies_are_aligned_with_defaults():
-    """Three labellers of three tastes."""
-    table = EXPERIMENTS / "smollm2/align.toml"
-    cells = load_table(table).cells(table)
-    labellers = ("fedvpa", "fedbis", "fedbiscuit")
-    assert set(cells) == {f"{taste}-{name}" for taste in ("brief", "formal", "lists") for name in labellers}
-    for name, cell in cells.items():
-        experiment = cell.experiment()
-        assert experiment.align.model_fields_set == {"prompts"}
-        assert f"{name.partition('-')[0]}.train" in experiment.data.train.path
-
-
 def test_the_table_of_an_aligned_run_has_win_rates_by_the_utility(tmp_path):
     """A policy that does not differ from the base model wins half of its comparisons; of three labels, one is
     right, one wrong and one a tie. The model repeats a letter, so all answers are cut and loop."""
@@ -629,13 +615,3 @@ def test_a_loop_is_measured_by_the_program(arms, tmp_path):
     generation = SimpleNamespace(path=lambda alignment, name: tmp_path / name)
     alignment = SimpleNamespace(config=SimpleNamespace(labels="majority"))
     assert arms["accuracy"](alignment, generation, "brief") == 0.75
-
-
-def test_selectors_of_a_loop_have_few_pairs_on_purpose():
-    table = EXPERIMENTS / "loop/loop.toml"
-    cells = load_table(table).cells(table)
-    assert {name: cell.experiment().data.limit for name, cell in cells.items()} == {
-        "brief": None,
-        "formal": None,
-        "few": 2,
-    }

@@ -13,8 +13,6 @@ from prefed.models.tiny import make_tiny
 from prefed.ui.cli import app
 from preferences import jsonl
 
-pytestmark = pytest.mark.rare
-
 CELLS = {
     f"{path.stem}/{name}": cell
     for path in sorted((EXPERIMENTS / "distributed_dpo").glob("*.toml"))

@@ -21,8 +21,6 @@ from prefed.data.record import parse_prompt
 from prefed.models.tiny import make_tiny
 from prefed.train.reward_model import RewardModel
 
-pytestmark = pytest.mark.rare
-
 CHAT = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<assistant> {% endif %}"
 TRUNKS = {"lora": ("--lr", 3e-2), "frozen": ("--lr", 1e-1), "full": ("--lr", 1e-2)}

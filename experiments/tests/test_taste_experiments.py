@@ -12,8 +12,6 @@ from experiment_scripts import EXPERIMENTS, rows, script
 from prefed.config.experiment_table import load_table
 from preferences import jsonl
 
-pytestmark = pytest.mark.rare
-
 CELLS = {
     f"{path.parent.name}/{path.stem}/{name}": cell
     for files in ("fedvpa/*.toml", "tastes/*.toml", "smollm2/tastes*.toml", "smollm2/ceilings.toml")
