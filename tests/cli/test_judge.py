@@ -170,13 +170,6 @@ def test_a_run_against_reference_answers(runs, place):
     assert result["round"] == 1
 
 
-def test_a_judge_that_always_says_a_decides_nothing(runs, place):
-    options = ("--against", place / "test.jsonl", "--column", "rejected")
-    with serving(lambda text, number: answer("A")) as server:
-        result = judge(runs / "feddpo", place, "--judge", "endpoint:m", "--url", server.url, *options)
-    assert (result["win_rate"]["mean"], result["wins"], result["ties"]) == (0.5, 0.0, PROMPTS)
-
-
 def test_what_was_asked_is_not_asked_again(runs, place, monkeypatch):
     """The endpoint breaks at question 6, in the middle of the third pair. Given again, the command generates
     nothing and asks about pairs 3 to 6: all in all 5 good answers, the broken one and 8 more."""
@@ -227,30 +220,22 @@ def test_texts_go_on_where_they_stopped(runs, place, monkeypatch):
     assert one == two
 
 
-def test_another_comparison_needs_another_name(runs, place, tmp_path):
+def test_another_comparison_needs_another_name(runs, place, tmp_path, monkeypatch):
+    """It is refused before a response is made, and the message names the setting and the option."""
+    (tmp_path / "test.jsonl").write_text("".join((place / "test.jsonl").read_text().splitlines(True)[:-1]))
     with serving(prefers_o) as server:
         words = ("--judge", "endpoint:m", "--url", server.url, "--name", "n")
         judge(runs / "feddpo", place, *words)
-        message = judge(runs / "feddpo", place, *words, "--template", "mt-bench", code=1)
-        assert "template: 'plain' → 'mt-bench'" in message
-        assert "--name" in message
-        (tmp_path / "test.jsonl").write_text(
-            "".join((place / "test.jsonl").read_text().splitlines(True)[:-1])
-        )
-        message = judge(runs / "feddpo", tmp_path, *words, code=1)
-        assert re.search(r"responses\.prompts: '6 prompts, \w+' → '5 prompts, \w+'", message)
-
-
-def test_other_settings_are_refused_before_a_response_is_made(runs, place, monkeypatch):
-    """The message names the option."""
-    words = ("--judge", "utility", "--name", "n")
-    judge(runs / "feddpo", place, *words)
-    monkeypatch.setattr(responses, "complete_batch", lambda *words: pytest.fail("generated"))
-    message = judge(runs / "feddpo", place, *words, code=1, tokens=9)
-    assert "responses.max_new_tokens: 8 → 9" in message
-    assert "responses.temperature: 0.0 → 1.0" in judge(
-        runs / "feddpo", place, *words, "--temperature", "1", code=1
-    )
+        monkeypatch.setattr(responses, "complete_batch", lambda *words: pytest.fail("generated"))
+        for folder, tokens, more, change in (
+            (place, 8, ("--template", "mt-bench"), "template: 'plain' → 'mt-bench'"),
+            (place, 9, (), "responses.max_new_tokens: 8 → 9"),
+            (place, 8, ("--temperature", "1"), "responses.temperature: 0.0 → 1.0"),
+            (tmp_path, 8, (), r"responses\.prompts: '6 prompts, \w+' → '5 prompts, \w+'"),
+        ):
+            message = judge(runs / "feddpo", folder, *words, *more, tokens=tokens, code=1)
+            assert re.search(change, message)
+            assert "--name" in message
 
 
 def test_prompts_have_the_encoding_and_the_format_of_the_runs_data(runs, place, tmp_path):
@@ -422,22 +407,33 @@ def test_prompts_beyond_the_window_are_left_out_and_counted(runs, place, tmp_pat
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message", "code"),
-    [
-        (("--judge", "rewards:x"), "did you mean 'reward'", 2),
-        (("--judge", "utility", "--template", "none"), "the templates are plain", 2),
-        (("--judge", "utility", "--column", "y"), "use --against FILE and --column NAME together", 2),
-        (("--judge", "utility", "--name", "../x"), "--name '../x'", 2),
-        (("--judge", "utility", "--taste", "zoe"), "no such client in the data of the run; use mean", 1),
-        (("--judge", "utility", "--prompt-column", "question"), "no column 'question'", 1),
-        (("--judge", "selector:{run}"), "feddpo trains no selectors", 1),
-        (("--judge", "endpoint:m", "--url", "nowhere"), "--url must be http:// or https:// with a host", 1),
-    ],
+SERVED = ("--responses", "m", "--responses-url", "http://localhost/v1")
+TOGETHER = "use --responses MODEL and --responses-url URL together"
+REFUSED = (
+    (("--judge", "rewards:x"), "did you mean 'reward'", 2),
+    (("--template", "none"), "the templates are plain", 2),
+    (("--column", "y"), "use --against FILE and --column NAME together", 2),
+    (("--name", "../x"), "--name '../x'", 2),
+    (("--taste", "zoe"), "no such client in the data of the run; use mean", 1),
+    (("--prompt-column", "question"), "no column 'question'", 1),
+    (("--judge", "selector:{run}"), "feddpo trains no selectors", 1),
+    (("--judge", "endpoint:m", "--url", "nowhere"), "--url must be http:// or https:// with a host", 1),
+    (SERVED[:2], TOGETHER, 2),
+    (SERVED[2:], TOGETHER, 2),
+    (
+        (*SERVED, "--responses", "n", "--against", "x.jsonl", "--column", "chosen"),
+        "give --responses at most once for each model that generates responses",
+        2,
+    ),
+    ((*SERVED, "--responses-key", "AWS_KEY"), "AWS_KEY: use OPENAI_API_KEY or PREFED_…API_KEY", 2),
 )
-def test_what_cannot_be_judged(runs, place, words, message, code):
-    words = [word.format(run=runs / "feddpo") for word in words]
-    assert message in judge(runs / "feddpo", place, *words, code=code)
+
+
+def test_what_cannot_be_judged(runs, place, subtests):
+    for words, message, code in REFUSED:
+        with subtests.test(words=words):
+            words = [word.format(run=runs / "feddpo") for word in words]
+            assert message in judge(runs / "feddpo", place, "--judge", "utility", *words, code=code)
 
 
 def test_selectors_vote(runs, place, selectors):
@@ -523,31 +519,6 @@ def test_a_server_generates_the_responses(runs, place, monkeypatch):
     }
     files = (path for path in (runs / "feddpo/judge").rglob("*") if path.is_file())
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
-
-
-SERVED = ("--responses", "m", "--responses-url", "http://localhost/v1")
-
-
-@pytest.mark.parametrize(
-    ("words", "got"),
-    [
-        (SERVED[:2], "use --responses MODEL and --responses-url URL together"),
-        (
-            SERVED[2:],
-            "use --responses MODEL and --responses-url URL together",
-        ),
-        (
-            (*SERVED, "--responses", "n", "--against", "x.jsonl", "--column", "chosen"),
-            "give --responses at most once for each model that generates responses",
-        ),
-        (
-            (*SERVED, "--responses-key", "AWS_SECRET"),
-            "--responses-key AWS_SECRET: use OPENAI_API_KEY or PREFED_…API_KEY",
-        ),
-    ],
-)
-def test_options_of_a_server_that_contradict(runs, place, words, got):
-    assert got in judge(runs / "feddpo", place, "--judge", "utility", *words, code=2)
 
 
 def test_a_server_of_responses_that_is_not_there_is_named(runs, place):
