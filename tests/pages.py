@@ -1,10 +1,11 @@
-"""The commands that a page of the documentation prints, and its blocks of code."""
+"""What pages hold: commands and blocks of code of the documentation, elements of HTML."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from collections.abc import Iterator
+from html.parser import HTMLParser
 
 FENCE = re.compile(r"^```(?P<language>\w+)(?P<info>[^\n]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -26,3 +27,40 @@ def commands(block: str, program: str = "prefed") -> Iterator[list[str]]:
             words = []
         else:
             words.append(word)
+
+
+class Page(HTMLParser):
+    """What a page in HTML is made of: tags, text, the script. Every element is closed.
+
+    Args:
+        without: elements whose text is left out.
+    """
+
+    def __init__(self, text: str, without: tuple[str, ...] = ("style",)) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.without, self.data, self.script = {*without, "script"}, "", ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.script += data
+        elif not self.without & {*self.open}:
+            self.data += data
+
+    def named(self, name: str) -> list[dict[str, str | None]]:
+        """The attributes of each element of this name."""
+        return [attributes for tag, attributes in self.tags if tag == name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from finished import config, write_run
+from pages import Page
 from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.cli import app
@@ -51,33 +51,6 @@ def runs(tmp_path_factory):
     made += [run(folder, "ditto", s, (0.9, 0.6, 0.5, 0.5), 0.05, 0.6) for s in (1, 2, 3)]
     other = config()["method"] | {"lr": 0.03}
     return [*made, run(folder, "fedprox", 1, (0.4, 0.4, 0.4, 0.4), settings={"method": other})]
-
-
-class Page(HTMLParser):
-    """What a page is made of: its tags, its text, and whether every element is closed."""
-
-    VOID = frozenset({"meta", "br"})
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.open, self.data = [], [], ""
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.data += data
 
 
 def test_the_page_says_what_came_of_each_case(runs):

@@ -313,7 +313,6 @@ REFUSED = {
     "a key twice in a message": ("a.json", '[{"prompt": [{"role": "user", "content": "a", "content": "b"}]}]', "several values of 'content'"),
     "a column twice": ("a.parquet", columns, "several columns are called prompt; rename or remove one"),
     "two CSV files joined": ("a.csv", CSV + CSV.replace("Q", "R"), "row 5: repeats the header"),
-    "a list on a line": ("a.jsonl", json.dumps(pairs(3)), "a JSON list, not one object per line; rename it to .json"),
     "lines of a Macintosh": ("a.csv", CSV.replace("\n", "\r"), "row 1: not CSV: a line ends in CR without LF; save it as CSV UTF-8"),
     "a formula": ("a.csv", CSV + "Q,#NAME?, no\n", "row 5: a spreadsheet has lost the text of a field: #NAME?"),
     "a full cell": ("a.csv", CSV + f"Q,{'x' * 32_767}, no\n", "row 5: a spreadsheet has lost the text .* 32,767 characters, the most"),

@@ -1,5 +1,4 @@
 import itertools
-import json
 import tracemalloc
 
 import numpy as np
@@ -113,10 +112,6 @@ def test_a_limit_draws_pairs_anew_with_each_seed(build):
 
 class TestDuplicates:
     rows = (*pairs(10), *pairs(4))
-
-    def test_dropped(self, build):
-        dataset = build(self.rows)
-        assert (dataset.row_counts.duplicates, dataset.row_counts.kept) == (4, 10)
 
     def test_kept_on_one_side(self, build):
         """Copies of a pair are never in two splits of a client."""
@@ -422,10 +417,3 @@ def test_memory_hardly_grows_with_rows(tmp_path):
     assert (peaks[2500] - peaks[500]) / 2000 < 200
     on_disk = sum((tmp_path / "t2500" / name).stat().st_size for name in ("ids.i32", "records.jsonl"))
     assert on_disk / 2500 > 250
-
-
-def test_the_manifest_is_plain_json(build):
-    dataset = build(pairs(10))
-    manifest = json.loads((dataset.tokens.folder / "clients.json").read_text())
-    assert manifest["ids"] == ["client-0", "client-1", "client-2"]
-    assert manifest["fingerprint"] == dataset.fingerprint

@@ -503,11 +503,6 @@ def test_what_a_message_may_hold(tmp_path):
     )
 
 
-def test_a_missing_prompt_is_not_an_implicit_one(tmp_path):
-    with pytest.raises(DataError, match="row 1: prompt is missing"):
-        read(tmp_path, [{"prompt": None, "chosen": "A a", "rejected": "A b"}])
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_texts_with_and_without_a_prompt_are_refused_in_one_file(tmp_path, first):
     """Row 2 would otherwise be a dialogue whose prompt is "A", next to rows whose prompt is a question."""

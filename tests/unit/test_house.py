@@ -263,7 +263,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/train/": (4_210, "the objective grpo"),
     "src/prefed/ui/": (7_592, "prefed align over sites"),
     "experiments/tests/": (2_000, "tests of experiment programs stand next to these"),
-    "tests/": (2_470, "examples that make test samples; forked workers close what they inherit"),
+    "tests/": (2_500, "a parser of pages that two files had"),
     "tests/cli/": (4_880, "tables of inputs are one test with a subtest a row"),
     "tests/engines/": (11_388, "a client that judges only ties"),
     "tests/golden/": (5_015, "par against a plain policy gradient"),

@@ -195,13 +195,16 @@ def test_threads_may_look_longer_where_little_else_runs(monkeypatch, running, co
 
 
 def test_an_import_sets_no_environment_variable():
-    """A program that imports prefed decides itself how its threads wait."""
+    """A program that imports prefed decides itself how its threads wait. Pages need neither Matplotlib nor
+    transformers."""
     code = """
-import os
+import os, sys
 before = dict(os.environ)
 import prefed
 from prefed import Experiment, run, load_run, read_run
+import prefed.ui.pages.page
 assert dict(os.environ) == before, set(os.environ) ^ set(before)
+assert not {"matplotlib", "transformers"} & set(sys.modules)
 """
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     subprocess.run([sys.executable, "-c", code], env=own, check=True)
