@@ -1,7 +1,8 @@
 """What a chat template may take: memory, time, and length of its text."""
 
-import os
+import json
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -27,40 +28,49 @@ GREEDY = {
     "folded": "{{ ('x' * 201326592)|length }}",
 }
 """Each takes 192 MiB; jinja computes the last when it reads the template."""
-
-
+CHILD = """
+import json, os, sys
+from prefed.data import Message, Template, limits
+from preferences import tokenizer
+talk, plain = (Message("user", "Hi"),), [{"role": "user", "content": "Hi"}]
 def measured(render):
-    """What a forked process has to say of a text that it makes, and the most memory that it took."""
-    reader, writer = os.pipe()
+    read, write = os.pipe()
     if not (child := os.fork()):
-        try:
-            answer = f"{len(render())} characters"
-        except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
-        os.write(writer, answer.encode())
+        try: answer = f"{len(render())} characters"
+        except Exception as error: answer = f"{type(error).__name__}: {error}"
+        os.write(write, answer.encode())
         os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as answers:
-        return answers.read(), os.wait4(child, 0)[2].ru_maxrss * 1024
+    os.close(write)
+    answer = os.read(read, 4096).decode()
+    return answer, os.wait4(child, 0)[2].ru_maxrss * 1024
+print(json.dumps(measured(lambda: Template(tokenizer(chat="{{ 'x' * 1610612736 }}")).prompt(talk))))
+limits.MEMORY = 128 << 20
+for text in json.load(sys.stdin):
+    made = tokenizer(chat=text)
+    rows = measured(lambda: ""), measured(lambda: Template(made).prompt(talk)), measured(
+        lambda: made.apply_chat_template(plain, tokenize=False))
+    print(json.dumps(rows), flush=True)
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
-def test_the_memory_of_a_template_is_limited(monkeypatch, subtests):
+def test_the_memory_of_a_template_is_limited():
     """The peak of a separate process; in the control, transformers renders without the limit."""
-    answer, _ = measured(lambda: Template(tokenizer(chat="{{ 'x' * 1610612736 }}")).prompt(TALK))
+    made = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=json.dumps([*GREEDY.values()]),
+        text=True,
+        capture_output=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
+    (answer, _), *rows = map(json.loads, made.stdout.splitlines())
     assert "needs more than 1 GiB of memory" in answer
-    monkeypatch.setattr(limits, "MEMORY", 128 * MIB)
-    plain = [{"role": "user", "content": "Hi"}]
-    _, before = measured(str)
-    for name, text in GREEDY.items():
-        with subtests.test(name):
-            made = tokenizer(chat=text)
-            answer, bounded = measured(lambda made=made: Template(made).prompt(TALK))
-            control, free = measured(lambda made=made: made.apply_chat_template(plain, tokenize=False))
-            assert "needs more than 0.125 GiB of memory" in answer
-            assert bounded - before < 140 * MIB
-            assert control.endswith("characters")
-            assert free - before > 180 * MIB
+    for name, ((_, before), (answer, bounded), (control, free)) in zip(GREEDY, rows, strict=True):
+        assert "needs more than 0.125 GiB of memory" in answer, name
+        assert bounded - before < 140 * MIB, name
+        assert control.endswith("characters"), name
+        assert free - before > 180 * MIB, name
 
 
 LOOP = "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
