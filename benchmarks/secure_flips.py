@@ -8,7 +8,7 @@ header or its body. ``relay`` does this on the way; ``hub`` is a hub that shows 
 the right digest of it, and does not check what that site signs. What came of it:
 
     refused   the site is named: in the error that ends the run, or in a warning of the round
-    random    a sum is random words, and is not merged
+    random    a sum is random words, and is not merged; of the last metrics, this ends the run
     exact     nothing changed that is merged or stored, e.g. only a count of pairs or the text of a reason
     WRONG     see below
 
@@ -45,7 +45,7 @@ import numpy as np
 
 from federating import Here, Within, experiment, site_config
 from prefed.core import Callback
-from prefed.engines import Task, WorkerError
+from prefed.engines import RoundError, Task, WorkerError
 from prefed.engines.backends.worker_pool import TaskServer, answer_of
 from prefed.models.pretrained import silence_transformers
 from prefed.networks.federation import hub as hub_module
@@ -255,9 +255,9 @@ class Place:
         with watch:
             try:
                 federate(self.experiment, out, flips, Terms("wards", NAMES, wait=0.0), callbacks=[watch])
-            except FederationError as error:
+            except (FederationError, RoundError) as error:
                 refused = str(error)
-                if f"site {flips.site!r}" not in refused:
+                if flips.site not in "".join([refused, *watch.warned]):
                     watch.wrong.append(f"no site is named: {refused}")
             except Exception:
                 watch.wrong.append(traceback.format_exc())
