@@ -14,6 +14,10 @@ as ``membership.py`` does, added up over the rounds, with u one of these:
     the sum             of all four, with its noise
     a difference        of two sums of a round, one with and one without the client's site
 
+The sum of metrics after the last round, of the three other sites, is over pairs that were not trained on: a
+candidate is the less likely one of them, the less its own metrics fit to the sum. ``all sums`` adds both
+scores as logarithms of likelihoods.
+
 ``membership`` is the mean area under the ROC curve of members against others over clients, and 1.96 standard
 errors. A run with nearly no noise shows that masks hide what they should, and that the scores of sums would
 find something if noise did not.
@@ -49,6 +53,7 @@ from wards import Federation, rounds_of
 from prefed.config import Experiment
 from prefed.core import Callback, Key, Tensors
 from prefed.core.wire import decode_download, decode_upload, encode
+from prefed.engines.validation import summed_metrics
 from prefed.models.pretrained import silence_transformers
 from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
@@ -67,7 +72,7 @@ Row = tuple[str, str, str, str]
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 SITES = {"north": 3, "south": 3, "east": 2, "west": 2}
 PAIRS, OTHERS, ROUNDS = 8, 32, 3
-NOISE, NEARLY_NONE = 2.0, 0.01
+CLIP, NOISE, NEARLY_NONE = 0.1, 2.0, 0.01
 DIFFERS = ROUNDS
 """The round in which the hub gets all sums and then says that west was away."""
 
@@ -152,7 +157,7 @@ class Place:
 
     def experiment(self, noise: float | None, rounds: int = ROUNDS) -> Experiment:
         """The experiment, plain without a noise multiplier."""
-        private = {"kind": "distributed", "clip": 0.1, "delta": 1e-5, "colluders": 0}
+        private = {"kind": "distributed", "clip": CLIP, "delta": 1e-5, "colluders": 0}
         return Experiment.model_validate(
             {
                 "rounds": rounds,
@@ -246,15 +251,18 @@ def learned(place: Place) -> Iterator[Row]:
     yield "membership: an upload of a plain run", f"NOT STOPPED: {membership(plain)}", "", ""
     for noise in (NOISE, NEARLY_NONE):
         before = place.spent("west", noise)
-        limit = statistics.NormalDist().cdf(math.sqrt(ROUNDS / 2) / noise)
+        limits = {
+            what: statistics.NormalDist().cdf(math.sqrt(releases / 2) / noise)
+            for what, releases in (("the sum", ROUNDS), ("the sum of metrics", 1), ("all sums", ROUNDS + 1))
+        }
         for what, scores in sums(place, noise).items():
-            promised = f" (ε allows {limit:.2f})" if what == "the sum" else ""
+            promised = f" (ε allows {limits[what]:.2f})" if what in limits else ""
             yield f"membership, z = {noise:g}: {what}", membership(scores) + promised, "", ""
         counted = place.spent("west", noise) - before
         yield (
             f"z = {noise:g}: two sums in round {DIFFERS}, of four and of three sites",
             f"north counts {place.spent('north', noise)} releases in all, west {counted}",
-            f"{ROUNDS} rounds",
+            f"{ROUNDS} rounds and an evaluation",
             place.log("north", '"sum"'),
         )
 
@@ -263,14 +271,16 @@ def sums(place: Place, noise: float) -> dict[str, dict[str, Numbers]]:
     """What is scored → client → the scores of its candidates, from a run with secure sums."""
 
     def hide(site: str, header: dict[str, Any]) -> bool:
-        return (site, header["kind"], header.get("round")) == ("west", "sum", DIFFERS)
+        return (site, header.get("exchange"), header.get("round")) == ("west", "train", DIFFERS)
 
     held: dict[tuple[int, int], dict[str, bytes]] = {}
-    models = dict[int, Tensors]()
+    models, metrics = dict[int, Tensors](), dict[str, bytes]()
     for site, header, body, _, words in place.run(f"sums-{noise:g}", noise, hide)[1].kept:
-        if header["kind"] == "sum":
+        if header["kind"] == "sum" and header["exchange"]:
             held.setdefault((header["round"], header["attempt"]), {})[site] = words
             models[header["round"]] = decode_download(body).tensors["model"]
+        elif header["kind"] == "sum":
+            metrics[site], evaluated = words, decode_download(body).tensors["model"]
     tables: dict[str, dict[str, Numbers]] = {}
     for number, model in models.items():
         score, uploads = Slopes(place, model), held[number, 1]
@@ -286,7 +296,39 @@ def sums(place: Place, noise: float) -> dict[str, dict[str, Numbers]]:
                 seen["a difference"] = total - summed(place, noise, held[number, 2].values())
             for what, numbers in seen.items():
                 add(tables.setdefault(what, {}), client, score.of(client, numbers))
+    tables["the sum of metrics"] = from_metrics(place, noise, metrics, evaluated)
+    # A pair's direction has about its share of an update of full length, and the noise of the sum is z C.
+    share = 1 / (math.sqrt(PAIRS) * CLIP * noise**2)
+    for client, scores in tables["the sum"].items():
+        tables.setdefault("all sums", {})[client] = scores * share + tables["the sum of metrics"].get(
+            client, 0
+        )
     return tables
+
+
+def from_metrics(
+    place: Place, noise: float, uploads: Mapping[str, bytes], model: Tensors
+) -> dict[str, Numbers]:
+    """Client → for each candidate, the logarithm of the likelihood that it is not one of those evaluated."""
+    job, metrics = place.known, summed_metrics(place.known)
+    grid = metrics.grid(place.experiment(noise).privacy, len(uploads), len(place.homes))
+    words = [np.frombuffer(each, "<u4") for each in uploads.values()]
+    total = grid.numbers(sum_words(words))[: len(metrics.names)]
+    own = dict[str, Numbers]()
+    for client in (client for client, site in place.homes.items() if site in uploads):
+        data = job.trainers.dataset.clients[client]
+        rows = np.concatenate([data.train, data.test])
+        scores: Any = job.trainers.pair_trainer.score(job.trainers.initial.replace(model), rows, [])
+        parts = {name: getattr(scores, name) for name in ("policy", "reference", "lengths")}
+        single = [
+            replace(scores, **{name: part[[row]] for name, part in parts.items()}) for row in range(len(rows))
+        ]
+        own[client] = np.array([[each.metrics(job.beta)[name] for name in metrics.names] for each in single])
+    # What the sum is above what it would be if all candidates were evaluated.
+    rest = total - sum(each.mean(0) - 0.5 for each in own.values())
+    return {
+        client: -((each - each.mean(0)) @ rest) / (OTHERS * grid.deviation**2) for client, each in own.items()
+    }
 
 
 def add(scores: dict[str, Numbers], client: str, more: Numbers) -> None:
