@@ -76,16 +76,24 @@ def test_worker_processes_give_the_same_noise(privacy, tmp_path):
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 
-def test_a_distributed_mean_is_the_central_one(tmp_path):
+SUMMED = "feddpo", "fedprox", "scaffold", "fedpdpo", "fedper", "fedrep", "fedbis", "lore", "pal"
+
+
+@pytest.mark.parametrize(
+    ("method", "merge"), [*((name, {}) for name in SUMMED), ("feddpo", {"optimizer": {"name": "fedavgm"}})]
+)
+def test_a_distributed_mean_is_the_central_one(method, merge, tmp_path):
     """With next to no noise, of zC √(6/4)/3 = 1.2e-4 a round on each number, and steps of less than that."""
-    central = toy.run(tmp_path / "central", **UNIFORM, privacy={**CENTRAL, "noise_multiplier": 0.0})
+    options = {**UNIFORM, "method": method, "merge": {"weights": "uniform", **merge}}
+    central = toy.run(tmp_path / "central", **options, privacy={**CENTRAL, "noise_multiplier": 0.0})
     noise = {**DISTRIBUTED, "noise_multiplier": 1e-3}
-    summed = toy.run(tmp_path / "distributed", **UNIFORM, privacy=noise)
-    start = toy.build(toy.text()).trainers.initial
+    summed = toy.run(tmp_path / "distributed", **options, privacy=noise)
+    start = toy.build(toy.text(method=method)).trainers.initial
     moved = central.tensors["model"] - start.select(central.tensors["model"])
-    off = (central.tensors["model"] - summed.tensors["model"]).flat
-    assert float(moved.norm()) > 0.1
-    assert 0 < float(off.abs().max()) < 2e-3
+    assert float(moved.norm()) > 0.05
+    assert ("control" in central.tensors) == (method == "scaffold")
+    for group, tensors in central.tensors.items():
+        assert 0 < float((tensors - summed.tensors[group]).flat.abs().max()) < 2e-3
 
 
 @pytest.mark.parametrize("privacy", [LOCAL, CENTRAL, DISTRIBUTED])
