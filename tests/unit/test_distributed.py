@@ -74,6 +74,76 @@ def test_coins_have_exponential_probabilities(numerator, bits):
     assert abs(coins.mean() - p) <= 5 * math.sqrt(p * (1 - p) / count)
 
 
+class Twin:
+    """Canonne, Kamath and Steinke's algorithms 1 to 3 in Python's integers, from the same bytes."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def uniform(self, count, most):
+        """Numbers below a power of two, from the highest bits of eight bytes each."""
+        data = self.source(8 * count) if most > 1 else b""
+        return [int.from_bytes(data[8 * k : 8 * k + 8], "little") * most >> 64 for k in range(count)]
+
+    def below(self, count, most):
+        """Numbers below any other: those of 32 bits past its last multiple are drawn again."""
+        numbers = self.uniform(count, 2**32) if most > 1 else [0] * count
+        while again := [k for k in range(count) if numbers[k] >= 2**32 // most * most]:
+            for k, number in zip(again, self.uniform(len(again), 2**32), strict=True):
+                numbers[k] = number
+        return [number % most for number in numbers]
+
+    def coins(self, numerators, denominator):
+        """exp(−γ) for γ of at most 1: the first K for which a coin of γ/K fails is odd."""
+        heads, left, k = [True] * len(numerators), list(range(len(numerators))), 1
+        while left:
+            shares = self.uniform(len(left), denominator)
+            left = [at for at, share in zip(left, shares, strict=True) if share < numerators[at]]
+            left = [at for at, number in zip(left, self.below(len(left), k), strict=True) if number == 0]
+            for at in left:
+                heads[at] = not k % 2
+            k += 1
+        return heads
+
+    def decays(self, numerators, denominator):
+        """exp(−γ) for any γ: a coin for what is beyond a whole number, and one of exp(−1) for each of it."""
+        heads = self.coins([each % denominator for each in numerators], denominator)
+        whole = [each // denominator for each in numerators]
+        left = [at for at in range(len(heads)) if heads[at] and whole[at]]
+        while left:
+            ones = self.coins([1] * len(left), 1)
+            for at, one in zip(left, ones, strict=True):
+                heads[at], whole[at] = one, whole[at] - 1
+            left = [at for at in left if heads[at] and whole[at]]
+        return heads
+
+    def laplace(self, count, scale):
+        rest = self.uniform(count, scale)
+        rest = [each for each, head in zip(rest, self.decays(rest, scale), strict=True) if head]
+        left = list(range(len(rest)))
+        while left:
+            left = [at for at, one in zip(left, self.decays([1] * len(left), 1), strict=True) if one]
+            for at in left:
+                rest[at] += scale
+        signs = self.uniform(len(rest), 2)
+        return [-each if sign else each for each, sign in zip(rest, signs, strict=True) if each or not sign]
+
+    def gaussian(self, size, scale):
+        found = []
+        while missing := size - len(found):
+            drawn = self.laplace(2 * missing + 64, scale)
+            numerators = [(abs(each) - scale) ** 2 for each in drawn]
+            kept = self.decays(numerators, 2 * scale**2)
+            found += [each for each, head in zip(drawn, kept, strict=True) if head][:missing]
+        return found
+
+
+@pytest.mark.parametrize("bits", [0, 1, 7, 24])
+def test_draws_are_those_of_the_twin(bits):
+    drawn = discrete_gaussian(700, bits, Key(3).numpy().bytes)
+    assert drawn.tolist() == Twin(Key(3).numpy().bytes).gaussian(700, 2**bits)
+
+
 # The grid
 
 

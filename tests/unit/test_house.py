@@ -265,10 +265,13 @@ BUDGET: dict[str, tuple[int, str]] = {
     "experiments/tests/": (2_000, "tests of experiment programs stand next to these"),
     "tests/": (2_500, "a parser of pages that two files had"),
     "tests/cli/": (4_880, "tables of inputs are one test with a subtest a row"),
-    "tests/engines/": (11_388, "a client that judges only ties"),
+    "tests/engines/": (11_394, "a client that judges only ties; secure sums of each method"),
     "tests/golden/": (5_015, "par against a plain policy gradient"),
     "tests/laws/": (1_885, "examples that make test samples"),
-    "tests/unit/": (20_830, "how much a client moves a sum of metrics"),
+    "tests/unit/": (
+        20_895,
+        "how much a client moves a sum of metrics; discrete noise by plain whole numbers",
+    ),
     # Words.
     "docs, README.md": (63_567, "the objective par"),
 }
