@@ -138,31 +138,6 @@ def test_fedprox_pulls_towards_what_was_received():
     assert phases(make("fedprox", mu=0.0))[0].proximal is None
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize(
-    ("rule", "trained", "sent"),
-    [
-        ("fedit", ["AB", "AB"], ["AB", "AB"]),
-        ("ffa", ["B", "B"], ["B", "B"]),
-        ("rolora", ["B", "A"], ["B", "A"]),
-        ("fedsa", ["AB", "AB"], ["A", "A"]),
-        ("flexlora", ["AB", "AB"], ["AB", "AB"]),
-    ],
-)
-@pytest.mark.parametrize("name", ["feddpo", "fedsft", "fedprox", "scaffold"])
-def test_lora_rules_decide_what_trains_and_what_is_sent(name, rule, trained, sent):
-    """Factors by round: FFA never moves A, RoLoRA turns about, FedSA keeps B. SCAFFOLD needs the same A."""
-    if (name, rule) == ("scaffold", "flexlora"):
-        return
-    run = simulate(make(name, MergeConfig(lora=rule)), crowd(1, SIZE), initial(), 2)
-
-    def factors(names):
-        return "".join(sorted({name[-1] for name in names}))
-
-    assert [factors(phase.train) for phase in run.phases] == trained
-    assert [factors(upload.tensors["model"]) for upload in run.uploads] == sent
-
-
 @pytest.mark.parametrize(
     ("name", "rule", "settings", "message"),
     [

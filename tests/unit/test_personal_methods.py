@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from prefed.core import Download, Key, Method, Objective, Owner, Phase, Round, State, Tensors
+from prefed.core import Download, Key, Objective, Owner, Phase, Round, State, Tensors
 from prefed.merge import Aggregator, MergeConfig, lora
 from prefed.methods import METHODS, fedsdg
 from prefed.testing import Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
@@ -476,9 +476,12 @@ def test_a_plateau_reaches_every_phase_but_inner_steps(name):
         ("flexlora", ["AB", "AB"], ["AB", "AB"]),
     ],
 )
-@pytest.mark.parametrize("name", PERSONAL)
+@pytest.mark.parametrize("name", [*PERSONAL, "feddpo", "fedsft", "fedprox", "scaffold"])
 def test_lora_rules_decide_which_shared_factors_train_and_are_sent(name, rule, trained, sent):
-    """Of the first block, which all methods share."""
+    """Of the first block, which all methods share, by round: FFA never moves A, RoLoRA alternates, FedSA
+    keeps B. SCAFFOLD needs the same A in all rounds."""
+    if (name, rule) == ("scaffold", "flexlora"):
+        return
     outcome = run(name, rule, clients=1, local_steps=1)
 
     def factors(names: object) -> str:
@@ -490,11 +493,3 @@ def test_lora_rules_decide_which_shared_factors_train_and_are_sent(name, rule, t
     assert [factors(shared[0].train), factors(shared[each].train)] == trained
     assert [factors(upload.tensors["model"]) for upload in outcome.uploads] == sent
     assert not any("residual" in n for p in outcome.phases for n in p.train)
-
-
-def test_methods_of_this_module_are_the_registered_ones():
-    assert set(PERSONAL) == {
-        "fedpdpo", "fedper", "fedrep", "perfedavg", "fedamp", "fedsdg", "ditto", "pfedme", "fedala", "fedbn",
-        "feddpa",
-    }  # fmt: skip
-    assert all(isinstance(make(name)[0], Method) for name in PERSONAL)
