@@ -125,10 +125,11 @@ def test_a_newcomer_fits_its_weights_alone_and_to_as_many_pairs_as_are_asked(pai
         assert each.select(published.tensors["model"]).equal(published.tensors["model"])
 
 
-@pytest.mark.parametrize("name", ["lore", "pal"])
-def test_order_of_clients_and_a_stop_change_no_bit(pairs, name):
-    whole = Federation(name, SETTINGS, pairs).run(3, ["abd", "bcd"])
-    parts = Federation(name, SETTINGS, pairs).run(2, ["abd", "bcd"], backwards=True)
+@pytest.mark.parametrize(("name", "settings"), [("lore", SETTINGS), ("pal", SETTINGS), ("fedvpa", {})])
+def test_order_of_clients_and_a_stop_change_no_bit(pairs, name, settings):
+    """In the second half clients go backwards, after all states went through bytes."""
+    whole = Federation(name, settings, pairs).run(3, ["abd", "bcd"])
+    parts = Federation(name, settings, pairs).run(2, ["abd", "bcd"], backwards=True)
     parts.server = copied(parts.server)
     parts.private = {client: copied(state) for client, state in parts.private.items()}
     parts.run(3, ["abd", "bcd"], backwards=True)

@@ -13,7 +13,7 @@ from prefed.merge import MergeConfig
 from prefed.merge.posteriors import summarize
 from prefed.methods.base import tastes as posteriors
 from prefed.train.losses import LATENT
-from tastes import ROWS, TESTS, TRAIN, Federation, copied, half, taught
+from tastes import ROWS, TESTS, TRAIN, Federation, half, taught
 
 PLAIN = {"prior": "standard", "prototypes": False, "cap": "off", "logit_dropout": 0.0}
 Z = "latent/z"
@@ -48,19 +48,6 @@ def test_each_term_changes_the_numbers(pairs):
         settings = {name: value for name, value in PLAIN.items() if name != switch}
         model = Federation("fedvpa", settings, pairs).run(2).server.tensors["model"]
         assert not model.select(plain).equal(plain), switch
-
-
-def test_order_of_clients_and_a_stop_change_no_bit(pairs):
-    """In the second half clients go backwards, after all states went through bytes."""
-    whole = Federation("fedvpa", {}, pairs).run(3, ["abd", "bcd"])
-    parts = Federation("fedvpa", {}, pairs).run(2, ["abd", "bcd"], backwards=True)
-    parts.server = copied(parts.server)
-    parts.private = {client: copied(state) for client, state in parts.private.items()}
-    parts.run(3, ["abd", "bcd"], backwards=True)
-    assert encode(parts.server) == encode(whole.server)
-    assert {c: encode(s) for c, s in parts.private.items()} == {
-        c: encode(s) for c, s in whole.private.items()
-    }
 
 
 def test_peers_are_others_that_sent_and_absent_ones_are_masked(pairs):
