@@ -172,12 +172,7 @@ def place(tmp_path_factory):
     def imdb(k, chosen, rejected):
         start = f"film {k} is"
         rewards = {"chosen_reward": draw.random(), "rejected_reward": -draw.random()}
-        return {
-            "prompt": start,
-            "chosen": f"{start} {chosen}",
-            "rejected": f"{start} {rejected}",
-            **rewards,
-        }
+        return {"prompt": start, "chosen": f"{start} {chosen}", "rejected": f"{start} {rejected}", **rewards}
 
     def code(k, chosen, rejected):
         lang = ("c++", "python", "java", "go", "c#", "ruby")[k % 6]

@@ -112,11 +112,7 @@ def test_a_signed_job_brings_no_settings_of_the_sites(federation, tmp_path):
 def test_a_local_user_without_a_certificate_asks_nothing_of_a_site(federation):
     """The folder with the pairs is its owner's alone; only the port is open."""
     assert federation.north.stat().st_mode & 0o777 == 0o700
-    (got,) = federation.local(
-        federation.north / "kit",
-        f"north.{JOB}",
-        command("sys.shell", READ),
-    )
+    (got,) = federation.local(federation.north / "kit", f"north.{JOB}", command("sys.shell", READ))
     assert (got["came"] == SECRET) is not federation.guarded
 
 

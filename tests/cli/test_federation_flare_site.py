@@ -44,10 +44,7 @@ def written(kits, site, **changes):
             r"name = 'nroth': the kit in .*/north/kit belongs to site 'north': "
             'set name = "north", or put this site\'s kit there$',
         ),
-        (
-            {"federation": "ward"},
-            "federation = 'ward': the kit in .* belongs to federation 'wards': set",
-        ),
+        ({"federation": "ward"}, "federation = 'ward': the kit in .* belongs to federation 'wards': set"),
         ({"kit": "nowhere"}, r"kit = 'nowhere' is not a valid site kit \(.*fed_client.json"),
     ],
 )

@@ -71,10 +71,7 @@ POINTS = {
     "formats": "good_bad = outpack.parts:FORMAT",
 }
 CODE = ["upper", "powers", "shrunk", "sure", "good_bad"]
-DATA = {
-    "format": "good_bad",
-    "partition": {"by": "column", "column": "worker"},
-}
+DATA = {"format": "good_bad", "partition": {"by": "column", "column": "worker"}}
 
 
 def install(folder):

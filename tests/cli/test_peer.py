@@ -38,15 +38,7 @@ def test_torchrun_starts_peers(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     texts = [record["prompt"] + record["chosen"] for record in records]
     make_tiny(tmp_path / "model", texts, Key(0), layers=1, width=32, heads=2, vocabulary=280, steps=1)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "-m",
-        "prefed",
-        "peer",
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "prefed", "peer"]
     words = [str(path), "--out", str(tmp_path / "peers"), "--auto-resume"]
     done = subprocess.run([*torchrun, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -206,10 +206,7 @@ def test_a_repository_that_is_there_is_replaced_when_asked_for(place, hub):
         ({"POST /api/repos/create": 401}, "the hub rejected the token (401): run `hf auth login`"),
         ({"POST /api/repos/create": 403}, "the token has no write access to ann/aligned (403)"),
         ({"POST /api/repos/create": 409}, "already exists, or is being changed (409)"),
-        (
-            {"POST /api/repos/create": 500},
-            "the hub returned status 500 for ann/aligned (fails on request)",
-        ),
+        ({"POST /api/repos/create": 500}, "the hub returned status 500 for ann/aligned (fails on request)"),
         ({"POST /api/repos/create": 0}, " failed ("),
         ({"POST /api/models": 409}, "ann/aligned exists and is empty: push again with --update"),
         ({"PUT /large": 403}, "ann/aligned exists and is empty: push again with --update"),

@@ -58,10 +58,7 @@ CASES = {
         "model": {"variational": {"latent": 4, "widths": [16, 8]}},
         "align": {**ALIGN, "tastes": "posteriors", "generations": 2},
     },
-    "noise from the seed": {
-        "privacy": {"kind": "central", **NOISE},
-        "merge": {"weights": "uniform"},
-    },
+    "noise from the seed": {"privacy": {"kind": "central", **NOISE}, "merge": {"weights": "uniform"}},
     "a rule and newcomers": {
         "method": {"name": "scaffold", "lr": 0.01, "local_steps": 1, "batch_size": 4},
         "merge": {"rule": "norm_clip", "max_norm": 0.05},

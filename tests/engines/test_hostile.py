@@ -197,14 +197,8 @@ LEAKS = (
     ),
     (lambda u: {"scalars": {"loss": 1.0, UNSPACED: 1.0}}, "does not expect: a text of 9 characters"),
     (lambda u: {"client": SECRET}, "is from a client other than"),
-    (
-        lambda u: {"tensors": {SECRET: u.tensors["model"]}},
-        "lacks groups that the exchange expects: model",
-    ),
-    (
-        lambda u: {"tensors": {"model": u.tensors["model"], SECRET: u.tensors["model"]}},
-        "does not expect: a",
-    ),
+    (lambda u: {"tensors": {SECRET: u.tensors["model"]}}, "lacks groups that the exchange expects: model"),
+    (lambda u: {"tensors": {"model": u.tensors["model"], SECRET: u.tensors["model"]}}, "does not expect: a"),
     (lambda u: {"tensors": {"model": Tensors.empty()}}, "lacks tensors that group 'model' expects: head"),
     (lambda u: {"scalars": {}}, "lacks numbers that the exchange expects: loss"),
     (lambda u: {"weight": 3.14159}, "has weight 3.14159"),

@@ -205,11 +205,7 @@ def test_a_discount_shortens_the_steps_of_fedbuff():
     """θ + (1/K) Σ s(q)(θ_i − θ^start): all replies late by q move θ by s(q) of their mean step, where a
     normalised mean of late models does not see a discount that they share."""
     whole = job(merge=MergeConfig(late="delta", weights="uniform"))
-    merge = {
-        "weights": "uniform",
-        "late": "delta",
-        "staleness": {"name": "polynomial", "exponent": 1.0},
-    }
+    merge = {"weights": "uniform", "late": "delta", "staleness": {"name": "polynomial", "exponent": 1.0}}
     layout = whole.method.init_server(whole.trainers.initial).tensors["model"].layout
     aggregator = Aggregator(MergeConfig(**merge), layout, 2.0)
     server = State({"model": Tensors.zeros(layout)})

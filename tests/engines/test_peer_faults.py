@@ -13,17 +13,7 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 import prefed.store.writer
-from peering import (
-    Fails,
-    end_of,
-    experiment,
-    free_port,
-    make_place,
-    meet,
-    peers,
-    started,
-    whole,
-)
+from peering import Fails, end_of, experiment, free_port, make_place, meet, peers, started, whole
 from prefed.core import Callback
 from prefed.engines import validation
 from prefed.engines.base_rounds import Course

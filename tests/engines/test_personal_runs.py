@@ -34,11 +34,7 @@ def place(tmp_path_factory):
         tree = small_experiment(folder, cohort={"size": 1}, rounds=1)
         tree["method"] |= {"name": "fedsdg", "branch": branch, "gate_lr": 0.5}
         run(Experiment.model_validate(tree), folder / branch)
-    others = {
-        "fedpdpo": {"lr": 0.05, "personal_lr": 0.05},
-        "fedala": {"weight_lr": 50.0},
-        "fedrep": {},
-    }
+    others = {"fedpdpo": {"lr": 0.05, "personal_lr": 0.05}, "fedala": {"weight_lr": 50.0}, "fedrep": {}}
     for name, settings in others.items():
         tree = small_experiment(folder)
         tree["method"] |= {"name": name, **settings}
@@ -196,10 +192,7 @@ def test_methods_without_figures_of_blocks_report_none(place):
 def test_a_run_ends_with_what_is_personal_in_it(place):
     """On the terminal and on the page: gates and weights by block, the reward head's figures."""
     for name, pattern in (
-        (
-            "products",
-            r"gates, mean over clients: 0\.\d\d in block 0, 0\.\d\d in block 1 \(weight of a ",
-        ),
+        ("products", r"gates, mean over clients: 0\.\d\d in block 0, 0\.\d\d in block 1 \(weight of a "),
         ("fedala", r"weights of the shared model, mean over clients: \d\.\d\d in block 0"),
         ("fedpdpo", r"explicit accuracy [\d.]+, agreement [\d.]+, margin"),
     ):

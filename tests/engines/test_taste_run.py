@@ -354,12 +354,7 @@ def test_a_client_with_the_name_of_another_taste_is_warned_of(met, caplog, monke
     messages = [record.getMessage() for record in caplog.records]
     assert [
         re.search("('.*') is the name of a client and of a reserved taste", text)[1] for text in messages
-    ] == [
-        "'population'",
-        "'own'",
-        "'infer:2'",
-        "'infer:2'",
-    ]
+    ] == ["'population'", "'own'", "'infer:2'", "'infer:2'"]
     with pytest.raises(RunError, match="client 'population' sent no taste"):
         server_taste(met, "client", "population")
 

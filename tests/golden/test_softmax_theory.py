@@ -78,12 +78,7 @@ def closed_form(pair: Pair, zeta_phi2: float, c_mix: float) -> float:
     return constants.l
 
 
-@given(
-    st.integers(0, 2**32),
-    st.integers(1, 6),
-    st.floats(0.05, 20),
-    st.floats(0, 30),
-)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.floats(0.05, 20), st.floats(0, 30))
 def test_l_bounds_the_hessian_where_c_mix_is_the_horizon(seed, horizon, beta, size):
     """Any features, states, actions and θ. For H = 1 this is C_mix = 1. ζ_φ² is above every squared score."""
     generator = np.random.default_rng(seed)

@@ -222,8 +222,7 @@ def zeros(like: Module) -> Module:
 
 
 @pytest.mark.parametrize(
-    ("rule", "ranks"),
-    [("fedit", RANKS), ("fedex", {}), ("fedex", RANKS), ("flora", {}), ("flora", RANKS)],
+    ("rule", "ranks"), [("fedit", RANKS), ("fedex", {}), ("fedex", RANKS), ("flora", {}), ("flora", RANKS)]
 )
 def test_products_of_loras(place, tmp_path, rule, ranks):
     """The base W and what the server adds to it, with p_i ∝ n_i and s = α / r for all ranks:

@@ -77,8 +77,7 @@ def test_with_nothing_personal_it_is_feddpo(name, problem):
 
 
 @pytest.mark.parametrize(
-    ("name", "own"),
-    [("ditto", {}), ("fedala", {"weight_steps": 0, "first_weight_steps": 0})],
+    ("name", "own"), [("ditto", {}), ("fedala", {"weight_steps": 0, "first_weight_steps": 0})]
 )
 @examples(15)
 @given(problem=problems)

@@ -41,8 +41,7 @@ def experiment(**tables):
 
 
 @pytest.mark.parametrize(
-    ("noise", "epochs", "published"),
-    [(1.3, 15, 1.19), (1.1, 60, 3.01), (0.7, 45, 7.10)],
+    ("noise", "epochs", "published"), [(1.3, 15, 1.19), (1.1, 60, 3.01), (0.7, 45, 7.10)]
 )
 def test_published_values_of_mnist(noise, epochs, published):
     """The table of TensorFlow Privacy's tutorial: batches of 256 of 60,000, δ = 1e-5. It was made with

@@ -441,10 +441,7 @@ def test_any_layout_and_dtype_of_an_upload_is_put_in_order() -> None:
             tensors(Layout((A, B, HEAD, Entry("z", (1,), "head"))), 1, 1, 1, 1, 1),
             "client 'b': unexpected tensor z in group 'model'",
         ),
-        (
-            tensors(Layout((A, B, Entry(HEAD.name, (1,), "head"))), 1, 1, 1),
-            r"has shape \(1,\), not \(2,\)",
-        ),
+        (tensors(Layout((A, B, Entry(HEAD.name, (1,), "head"))), 1, 1, 1), r"has shape \(1,\), not \(2,\)"),
     ],
 )
 def test_uploads_that_do_not_fit(second: Tensors, message: str | None) -> None:

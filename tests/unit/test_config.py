@@ -318,10 +318,7 @@ def test_a_method_may_be_given_from_python():
         ({"rounds": 0}, [("rounds = 0",)]),
         ({"rouns": 3}, [("rouns", "'rounds'")]),
         ({"method": {"name": "feddp"}}, [("method", "'feddp'", "'feddpo'")]),
-        (
-            {"method": {"name": "feddpo", "lr": -1, "bet": 1}},
-            [("method.lr = -1",), ("method.bet", "'beta'")],
-        ),
+        ({"method": {"name": "feddpo", "lr": -1, "bet": 1}}, [("method.lr = -1",), ("method.bet", "'beta'")]),
         ({"model": {"name": "m", "lora": {"rnk": 8}}}, [("model.lora.rnk", "'rank'")]),
         (
             {"data": {"train": ("a.jsonl", 3), "partition": {"by": "iid"}}},

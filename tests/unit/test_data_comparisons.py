@@ -167,12 +167,7 @@ COMMUNITY = {
 
 def test_community_alignment_pairs_the_preferred_response_with_each_other_one(read):
     records, counts = read(COMMUNITY)
-    assert responses(records) == [
-        ("Red.", "Blue."),
-        ("Red.", "A dog."),
-        ("Red.", "Green."),
-        ("Pink.", "No."),
-    ]
+    assert responses(records) == [("Red.", "Blue."), ("Red.", "A dog."), ("Red.", "Green."), ("Pink.", "No.")]
     assert {record.prompt for record in records[:3]} == {(user("Name a colour."),)}
     assert records[3].prompt == (user("Name a colour."), assistant("Red."), user("Another?"))
     assert {(record.client, record.category) for record in records} == {("503", "en")}
@@ -228,10 +223,7 @@ def test_prism_pairs_the_best_response_of_a_turn_with_the_worst(read):
     assert responses(records) == [("Red.", "A dog."), ("Welcome.", "Bye.")]
     assert [record.margin for record in records] == [83, 1]
     first = (user("Name a colour."), assistant("Red."), user("Another?"))
-    assert [record.prompt for record in records] == [
-        first[:1],
-        (*first, assistant("Pink."), user("Thanks.")),
-    ]
+    assert [record.prompt for record in records] == [first[:1], (*first, assistant("Pink."), user("Thanks."))]
     assert {(record.client, record.category) for record in records} == {("user0", "unguided")}
     assert (counts.read, counts.ties) == (3, 1)
 

@@ -49,10 +49,7 @@ def test_a_list_of_sources_is_named_after_its_files():
 
 def test_refuses(subtests):
     for change, message in (
-        (
-            {"partition": None},
-            r'set partition, e\.g\. to \{by = "iid", clients = 10\}',
-        ),
+        ({"partition": None}, r'set partition, e\.g\. to \{by = "iid", clients = 10\}'),
         ({"partition": {"by": "random"}}, "iid"),
         ({"partition": {"by": "source"}}, "requires train = {name"),
         ({"partition": {"by": "conflict", "clients": 4}}, "either column"),

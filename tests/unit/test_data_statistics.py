@@ -46,10 +46,7 @@ def test_by_hand(tmp_path):
         base[3] | {"worker": "b", "category": "y"},
         base[3] | {"worker": "b", "category": "y"},
     ]
-    test = [
-        {"prompt": "Q0:", "chosen": "new", "rejected": "old", "worker": "a"},
-        base[0] | {"worker": "b"},
-    ]
+    test = [{"prompt": "Q0:", "chosen": "new", "rejected": "old", "worker": "a"}, base[0] | {"worker": "b"}]
     statistics = dataset_statistics(build(tmp_path, rows, test=test, duplicates="keep"))
     a, b = statistics.clients
     assert (a.id, a.train, a.validation, a.test) == ("a", 3, 0, 1)
@@ -67,12 +64,7 @@ def test_by_hand(tmp_path):
         statistics.shared_pairs,
         statistics.contradictions,
         statistics.test_trained,
-    ) == (
-        1,
-        1,
-        1,
-        1,
-    )
+    ) == (1, 1, 1, 1)
     out = io.StringIO()
     print_dataset_statistics(statistics, Console(file=out, width=160))
     assert re.search(r"test pairs that another client trains on +1 of 2 ", out.getvalue())

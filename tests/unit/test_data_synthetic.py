@@ -148,10 +148,7 @@ def test_written_files_go_through_the_pipeline(tmp_path):
         "utility_rejected",
     }
     config = DataConfig(
-        train=train,
-        test=test,
-        partition={"by": "column", "column": "client"},
-        duplicates="keep",
+        train=train, test=test, partition={"by": "column", "column": "client"}, duplicates="keep"
     )
     dataset = build_dataset(config, tokenizer(), Key(0), tmp_path / "t")
     assert list(dataset.clients) == ["ada", "ben", "cleo"]

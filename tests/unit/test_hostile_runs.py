@@ -29,12 +29,7 @@ ODD = (
     ("summary.json", '"left_out": 0', '"left_out": "x"', "left_out: "),
     ("summary.json", '"left_out": 0', f'"left_out": {DEEP}', "recursion"),
     ("summary.json", '"left_out": 0', '"origin": {"finished": "soon"}', "origin.finished: "),
-    (
-        "summary.json",
-        '"left_out": 0',
-        '"origin": {"hardware": {"cores": "x"}}',
-        "origin.hardware.cores: ",
-    ),
+    ("summary.json", '"left_out": 0', '"origin": {"hardware": {"cores": "x"}}', "origin.hardware.cores: "),
     ("summary.json", '"left_out": 0', '"origin": {"command": "prefed \'"}', "origin.command: "),
     ("summary.json", '"trainable"', '"trained"', "parameters.trainable: "),
     ("summary.json", '"left_out": 0', '"personal": {"gate": {"ann": {"x": 1}}}', "personal.gate.ann.x"),

@@ -68,12 +68,7 @@ LOG3 = math.log(3)
             [(0.8 * math.log(4 / 3) - 0.2 * math.log(4)) / 0.6],
         ),
         # An offset of 2 log(√3) = log 3 cancels β Δ = log 3: −log σ(0). The same offset, given as it is.
-        (
-            "odpo",
-            {"beta": 0.5, "alpha": 2.0},
-            pairs([LOG3], [-LOG3], margin=[math.sqrt(3)]),
-            [math.log(2)],
-        ),
+        ("odpo", {"beta": 0.5, "alpha": 2.0}, pairs([LOG3], [-LOG3], margin=[math.sqrt(3)]), [math.log(2)]),
         (
             "odpo",
             {"beta": 0.5, "alpha": 2.0, "log_margin": 0},
@@ -81,12 +76,7 @@ LOG3 = math.log(3)
             [math.log(2)],
         ),
         # The DPO loss of Δ = 2 log 3, and ½ · (20 − log 3) / 4 nats per token of the chosen response.
-        (
-            "rpo",
-            {"beta": 0.5, "alpha": 0.5},
-            pairs([LOG3], [-LOG3]),
-            [math.log(4 / 3) + (20 - LOG3) / 8],
-        ),
+        ("rpo", {"beta": 0.5, "alpha": 0.5}, pairs([LOG3], [-LOG3]), [math.log(4 / 3) + (20 - LOG3) / 8]),
         # The first chosen response gained: DPO's loss. The second lost log 3: 5 log 3 − 3 log 3 = 2 log 3.
         (
             "dpop",
@@ -108,10 +98,7 @@ LOG3 = math.log(3)
             "kto_pair",
             {"beta": 1.0},
             pairs([1.0, 3.0], [-1.0, -3.0]),
-            [
-                (1 / (1 + math.e) + 1 / (1 + math.e**3)) / 2,
-                (1 / (1 + math.e**3) + 1 / (1 + math.e**5)) / 2,
-            ],
+            [(1 / (1 + math.e) + 1 / (1 + math.e**3)) / 2, (1 / (1 + math.e**3) + 1 / (1 + math.e**5)) / 2],
         ),
         (
             "kto_pair",

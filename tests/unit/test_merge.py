@@ -266,11 +266,7 @@ class TestAlignment:
 
     @pytest.mark.parametrize("leave_one_out", [False, True])
     @pytest.mark.parametrize(
-        "updates",
-        [
-            {"a": vector(1.0), "b": vector(-1.0)},
-            {"a": vector(0.0), "b": vector(0.0)},
-        ],
+        "updates", [{"a": vector(1.0), "b": vector(-1.0)}, {"a": vector(0.0), "b": vector(0.0)}]
     )
     def test_no_common_direction_is_the_mean(self, updates: dict[str, Tensors], leave_one_out: bool) -> None:
         assert alignment_weights(updates, leave_one_out=leave_one_out) == {"a": 0.5, "b": 0.5}

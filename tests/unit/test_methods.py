@@ -43,10 +43,7 @@ def test_kinds_settings_and_methods_agree(subtests):
         ({"betas": (0.9, 1.0)}, r"betas.1\n  Input should be less than 1 "),
         ({"schedule": "cosine", "lr_min": 1e-3}, "lr_min 0.001 is above lr 0.0001"),
         ({"objective": "hing"}, "did you mean 'hinge'"),
-        (
-            {"objective_settings": {"label_smoothing": 0.1}},
-            "has no setting 'label_smoothing'",
-        ),
+        ({"objective_settings": {"label_smoothing": 0.1}}, "has no setting 'label_smoothing'"),
         ({"objective": "cdpo", "objective_settings": {"label_smoothing": 0.7}}, "label_smoothing"),
         (
             {"objective_settings": {"beta": 0.1}},

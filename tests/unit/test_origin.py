@@ -34,14 +34,8 @@ def test_a_system_that_names_no_processor_gives_its_kind(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        (
-            ["/x/prefed/__main__.py", "run", "a.toml", "--set", "seed=1"],
-            "prefed run a.toml --set seed=1",
-        ),
-        (
-            ["/x/prefed/__main__.py", "peer", "a.toml", "--client", "a b"],
-            "prefed peer a.toml --client 'a b'",
-        ),
+        (["/x/prefed/__main__.py", "run", "a.toml", "--set", "seed=1"], "prefed run a.toml --set seed=1"),
+        (["/x/prefed/__main__.py", "peer", "a.toml", "--client", "a b"], "prefed peer a.toml --client 'a b'"),
         (["/x/pytest/__main__.py", "--token=x"], "__main__.py"),
         (["-c"], "-c"),
     ],

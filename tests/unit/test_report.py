@@ -156,10 +156,7 @@ def test_whatever_has_a_value_for_every_client_is_a_figure(tmp_path):
             lambda path: (path / "config.toml").unlink(),
             "is not a run directory: it has no config.toml; start one: prefed run FILE",
         ),
-        (
-            lambda path: (path / "rounds.jsonl").unlink(),
-            "rounds.jsonl is missing; restore it from a backup",
-        ),
+        (lambda path: (path / "rounds.jsonl").unlink(), "rounds.jsonl is missing; restore it from a backup"),
     ],
 )
 def test_a_directory_that_holds_no_finished_run_is_refused(tmp_path, damage, message):
@@ -202,10 +199,7 @@ def put(name, old, new):
             put("summary.json", '"bytes": {"up": 2000, "down": 4000}', '"bytes": 3'),
             "summary.json is damaged: bytes: should be an object, not 3; restore it from a backup",
         ),
-        (
-            put("summary.json", '"up": 2000', '"up": "much"'),
-            "bytes.up: should be a valid number, not 'much'",
-        ),
+        (put("summary.json", '"up": 2000', '"up": "much"'), "bytes.up: should be a valid number, not 'much'"),
         (
             put("summary.json", '"per_client": {"ann"', '"each": {"ann"'),
             "preference_accuracy.per_client: field",
@@ -297,10 +291,7 @@ def test_a_comparison_marks_the_best_and_what_differs(tmp_path):
     assert re.search(r"a +feddpo +2 +0.667 +0.250 +0.250 +0.250 +2.0 kB +4.0 kB +3.0 s", text)
     assert re.search(r"b +fedprox +2 +1.000 +1.000", text)
     assert "*" not in text
-    assert differences(runs) == {
-        "method.name": ["feddpo", "fedprox"],
-        "method.lr": ["0.01", "0.02"],
-    }
+    assert differences(runs) == {"method.name": ["feddpo", "fedprox"], "method.lr": ["0.01", "0.02"]}
     assert re.search(r"method.lr +0.01 a; 0.02 b", differing(runs))
     assert differences_table(runs[:1], ["a"]) is None
 

@@ -239,18 +239,10 @@ def test_a_comparison_under_way_is_none(tmp_path: Path) -> None:
     [
         ("judge/n/summary.json", "{", "judge/n/summary.json is damaged"),
         ("judge/n/summary.json", "{}", "win_rate: field required; restore it from a backup"),
-        (
-            "judge/n/verdicts.jsonl",
-            "[]\n",
-            "line 1: the content: should be an object",
-        ),
+        ("judge/n/verdicts.jsonl", "[]\n", "line 1: the content: should be an object"),
         ("judge/n/verdicts.jsonl", '{"row": 1}\n', "line 1: prompt: field required"),
         ("judge/n/verdicts.jsonl", "{\n", "verdicts.jsonl is damaged: line 1: "),
-        (
-            "align/summary.json",
-            '{"prompts": 3}',
-            "summary.json is damaged: prompts: should be an object",
-        ),
+        ("align/summary.json", '{"prompts": 3}', "summary.json is damaged: prompts: should be an object"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, message: str) -> None:

@@ -25,10 +25,7 @@ from prefed.ui.pages.comparison_tables import print_comparison
 from prefed.ui.pages.page import render
 from prefed.ui.pages.terminal import print_evaluation, print_result
 
-ALONE = (
-    {"ann": 1.0, "bob": 0.5, "cyd": 0.0},
-    {"ann": 0.25, "bob": 0.5, "cyd": 0.75},
-)
+ALONE = ({"ann": 1.0, "bob": 0.5, "cyd": 0.0}, {"ann": 0.25, "bob": 0.5, "cyd": 0.75})
 """Each selector's accuracies."""
 MAJORITY = {"ann": 0.5, "bob": 0.5, "cyd": 0.25}
 FIRST = {"clusters": [["ann"], ["bob", "cyd"]], "moved": [], "selector_losses": [0.5, 0.625]}
