@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands import prefed_
 from finished import logprobs, small_experiment, small_place, write_run
@@ -24,11 +24,11 @@ from prefed.runs.loaded_run import load_run
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Runs in float32 over a base stored in bfloat16: one without and two with parts of clients' own."""
+    """Runs in float32 over a base stored in bfloat16: without, with and of only personal parts."""
     folder = small_place(tmp_path_factory.mktemp("place"))
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     model.to(torch.bfloat16).save_pretrained(folder / "model")
-    for method in ("feddpo", "fedpdpo", "fedper"):
+    for method in ("feddpo", "fedpdpo", "fedper", "local"):
         tree = small_experiment(folder)
         tree["method"]["name"] = method
         run_experiment(Experiment.model_validate(tree), folder / method)
@@ -38,9 +38,14 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize(
     ("method", "client", "merge"),
     [
-        *(("feddpo", client, merge) for client in (None, "left") for merge in (False, True)),
-        *((method, None, merge) for method in ("fedpdpo", "fedper") for merge in (False, True)),
+        *(
+            (method, client, merge)
+            for method, client in (("feddpo", None), ("local", "left"))
+            for merge in (False, True)
+        ),
+        ("fedpdpo", None, False),
         ("fedpdpo", "left", False),
+        ("fedper", None, True),
         ("fedper", "left", True),
     ],
 )
@@ -54,11 +59,11 @@ def test_the_printed_lines_load_the_model_that_was_judged(place, tmp_path, metho
     exec(re.sub("^ +", "", printed.partition("to load it:\n")[2], flags=re.MULTILINE), loaded)
     run = load_run(place / method, data=True)
     data = run.trainers.dataset.clients["left"].test
-    expected = run.trainers.pair_trainer.score(
-        run.model(client) if client else run.published_model, data
-    ).policy
+    expected = run.trainers.pair_trainer.score(run.model(client) if client else run.published_model, data)
     values = logprobs(loaded["model"].eval(), run.trainers.dataset.tokens, data)
-    assert np.abs(values - expected).max() < 1e-5 * np.abs(values).max()
+    assert np.abs(values - expected.policy).max() < 1e-5 * np.abs(values).max()
+    assert np.abs(values - expected.reference).max() > 1e-3
+    assert AutoTokenizer.from_pretrained(tmp_path / "it")("up").input_ids
 
 
 @pytest.mark.parametrize("method", ["fedpdpo", "fedper"])
@@ -85,25 +90,19 @@ def test_a_revision_is_in_the_printed_lines(place, tmp_path):
     assert "revision='v1', dtype='float32')" in prefed_("export", tmp_path / "run")
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("run", "run contains the run; choose another --out"),
-        (".", "contains the run; choose another --out"),
-        ("model", "contains the run's base model; choose another --out"),
-        (
-            "run/checkpoint",
-            "is not an earlier export, because it contains 'COMMIT.json'; choose another --out",
-        ),
-        ("run/adapters", "is not an earlier export, because it contains 'shared'; choose another --out"),
-        ("mine", "is not an earlier export, because it contains 'tokenizer'; choose another --out"),
-        ("run/config.toml", "config.toml is a file, not a folder; choose another --out"),
-    ],
-)
-@pytest.mark.parametrize("force", [True, False])
-def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path, out, message, force):
-    """Run, base model and other people's folders are as they were, --force or not."""
+KEPT = {
+    "run": "run contains the run; choose another --out",
+    ".": "contains the run; choose another --out",
+    "model": "contains the run's base model; choose another --out",
+    "run/checkpoint": "is not an earlier export, because it contains 'COMMIT.json'; choose another --out",
+    "run/adapters": "is not an earlier export, because it contains 'shared'; choose another --out",
+    "mine": "is not an earlier export, because it contains 'tokenizer'; choose another --out",
+    "run/config.toml": "config.toml is a file, not a folder; choose another --out",
+}
+
+
+def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path):
+    """Run, base model and other people's folders do not change, with --force or without."""
     for name in ("feddpo", "model"):
         shutil.copytree(place / name, tmp_path / ("run" if name == "feddpo" else name))
     config = (tmp_path / "run/config.toml").read_text()
@@ -111,9 +110,10 @@ def test_nothing_but_an_earlier_export_is_replaced(place, tmp_path, out, message
     (tmp_path / "mine/tokenizer").mkdir(parents=True)
     (tmp_path / "mine/config.json").write_text("{}")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    words = ["--force"] if force else []
-    refused = prefed_("export", tmp_path / "run", "--out", tmp_path / out, *words, code=1)
-    assert message in refused
+    for out, message in KEPT.items():
+        for force in ((), ("--force",)):
+            refused = prefed_("export", tmp_path / "run", "--out", tmp_path / out, *force, code=1)
+            assert message in refused
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
