@@ -262,14 +262,14 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_210, "the objective grpo"),
     "src/prefed/ui/": (7_592, "prefed align over sites"),
-    "experiments/tests/": (2_000, "tests of experiment programs stand next to these"),
+    "experiments/tests/": (2_060, "tests of experiment programs stand next to these"),
     "tests/": (2_500, "a parser of pages that two files had"),
-    "tests/cli/": (4_880, "tables of inputs are one test with a subtest a row"),
+    "tests/cli/": (4_830, "tables of inputs are one test with a subtest a row"),
     "tests/engines/": (11_394, "a client that judges only ties; secure sums of each method"),
-    "tests/golden/": (5_015, "par against a plain policy gradient"),
+    "tests/golden/": (4_960, "par against a plain policy gradient"),
     "tests/laws/": (1_885, "examples that make test samples"),
     "tests/unit/": (
-        20_895,
+        20_790,
         "how much a client moves a sum of metrics; discrete noise by plain whole numbers",
     ),
     # Words.
