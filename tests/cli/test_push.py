@@ -108,10 +108,6 @@ def test_the_shared_models_card_has_none_of_the_clients_own_models(place, tmp_pa
     assert labels == ["before", "shared model"]
 
 
-def test_a_licence_without_a_card_is_refused(place, tmp_path):
-    assert "add --card" in prefed_("export", place / "feddpo", "--license", "mit", code=2)
-
-
 def test_a_push_is_private_and_holds_what_an_export_holds(place, hub, tmp_path):
     """Weights go as large files, to the bit; no file names a path of this machine."""
     prefed_("export", place / "feddpo", "--out", tmp_path / "it")

@@ -132,12 +132,6 @@ class TestDuplicates:
         rows = [*pairs(4, worker="a"), *pairs(4, worker="b"), *pairs(2, worker="a")]
         assert build(rows, partition=BY_WORKER).row_counts.duplicates == 2
 
-    def test_the_opposite_preference_is_no_duplicate(self, build):
-        row = pairs(1)[0]
-        mirror = row | {"chosen": row["rejected"], "rejected": row["chosen"]}
-        dataset = build([row, mirror], partition={"by": "iid", "clients": 1}, test_fraction=0.5)
-        assert (dataset.row_counts.duplicates, len(dataset.clients["client-0"].train)) == (0, 2)
-
 
 def test_what_is_tested_on_is_not_trained_on(build):
     """Also where the test file has the pair the other way round."""

@@ -108,10 +108,6 @@ def test_a_reward_head_by_hand():
     }  # fmt: skip
 
 
-def test_nan_counts_as_wrong():
-    assert scores([[math.nan, -1.0]], [[-1.0, -1.0]]).metrics(0.1)["preference_accuracy"] == 0.0
-
-
 def test_no_pairs_are_an_error():
     with pytest.raises(ValueError, match="no pairs"):
         scores([], []).metrics(0.1)
