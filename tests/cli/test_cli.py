@@ -97,16 +97,6 @@ def test_the_resolved_file_runs_again(place):
     assert toy.outcome(place / "a") == toy.outcome(place / "b")
 
 
-def test_a_mistyped_directory_is_not_resumed(place):
-    prefed_("run", "exp.toml", "--out", "runs/first")
-    output = prefed_("run", "exp.toml", "--out", "runs/frist", "--resume", code=1)
-    assert (
-        "runs/frist contains no run to resume; did you mean runs/first?; to start a new run, omit" in output
-    )
-    assert "rounds →" not in output
-    assert not (place / "runs/frist").exists()
-
-
 def test_resuming_a_finished_run_shows_it_again(place):
     prefed_("run", "exp.toml", "--out", "a")
     before = toy.outcome(place / "a")
@@ -176,16 +166,6 @@ def test_a_full_disk_ends_a_run_with_what_is_kept(place, monkeypatch):
     assert prefed_("run", "exp.toml", "--out", "a", code=1).splitlines()[-1] == (
         "error: cannot write a/rounds.jsonl; make room (0 complete rounds are kept; continue with --resume)"
     )
-
-
-def test_two_runs_in_one_directory(place):
-    process = Command(place / "errors.txt", "run", "exp.toml", "--set", "data.limit=50", "--out", "a")
-    try:
-        wait_for_rounds(place / "a/rounds.jsonl", 1)
-        output = prefed_("run", "exp.toml", "--set", "data.limit=50", "--out", "a", "--resume", code=1)
-        assert f"a is in use by process {process.pid} on " in output
-    finally:
-        process.send(signal.SIGKILL)
 
 
 def test_every_method_can_be_started_with(place):

@@ -272,21 +272,6 @@ def test_nothing_is_chosen_where_a_run_failed(path):
     assert "2 runs side by side" in page.read_text()
 
 
-def test_as_many_runs_as_jobs_are_under_way(path):
-    under_way, most = set(), []
-    cells, sweep, toy, _ = sweep_of(path, "method.lr=0.1,0.2,0.3,0.4", seeds=(1, 2), jobs=3)
-
-    async def counted(run):
-        under_way.add(run.out)
-        most.append(len(under_way))
-        await toy(run)
-        under_way.discard(run.out)
-
-    sweep.do = counted
-    asyncio.run(sweep.grid(cells))
-    assert max(most) == 3
-
-
 def test_a_grid_on_a_small_model(tmp_path, monkeypatch):
     """Two rates, each a real run: one is judged on test pairs, and the same command again takes all as it is.
     The commands of a run's own process are called here, as starting Python takes longer than they do."""
