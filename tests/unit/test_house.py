@@ -262,7 +262,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_210, "the objective grpo"),
     "src/prefed/ui/": (7_592, "prefed align over sites"),
-    "experiments/tests/": (2_060, "tests of experiment programs stand next to these"),
+    "experiments/tests/": (2_200, "tests of experiment programs stand next to these"),
     "tests/": (2_500, "a parser of pages that two files had"),
     "tests/cli/": (4_830, "tables of inputs are one test with a subtest a row"),
     "tests/engines/": (11_394, "a client that judges only ties; secure sums of each method"),

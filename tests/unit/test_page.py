@@ -263,6 +263,18 @@ def test_equal_runs_give_equal_pages(tmp_path, run, text):
     assert (tmp_path / "deep/page.html").read_text() == text
 
 
+def test_the_page_shows_gradients_consensus_and_delays(tmp_path):
+    visits = [[{"client": "ann", "late": n, "asked": 0.0, "at": 1.0}] for n in (0, 1)]
+    same = {"global_loss": 0.6, "gradient_norm": 2.0, "paper_gap": 0.5, "consensus_before": 0.4, "rho": 0.5}
+    figures = {name: [value] * 2 for name, value in same.items()}
+    figures |= {"consensus_after": [0.1, 0.0], "visits": visits, "time": [1, 2]}
+    text = render(read_run(write_run(tmp_path / "run", figures=figures)))
+    assert "gradient norm from 2 to 2; paper gap from 0.5 to 0.5" in text
+    assert "in the last round 0.4 before mixing, 0 after" in text
+    assert "1 upload 0 rounds late, 1 upload 1 round late; the run took 2.0 s on the virtual clock" in text
+    assert "Gradients, consensus and delays" not in render(read_run(write_run(tmp_path / "plain")))
+
+
 def test_a_page_says_which_models_diverged(tmp_path):
     page = render(read_run(write_run(tmp_path / "run", not_finite={"ann": 4, "cyd": 1})))
     assert "The models of 2 clients diverged: 5 pairs have no finite log-probability" in page

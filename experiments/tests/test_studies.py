@@ -12,7 +12,6 @@ from experiment_scripts import EXPERIMENTS, script
 from finished import CLIENTS, config, write_run
 from prefed.merge.mixing import ConsensusFactors
 from prefed.runs.finished_run import RunError, find_runs, read_run
-from prefed.ui.pages.page import render
 
 sys.path.append(str(EXPERIMENTS / "distributed_dpo"))
 studies = importlib.import_module("study_plots")
@@ -180,19 +179,3 @@ def test_the_script_writes_plots_and_prints_their_numbers(tmp_path):
     assert "the paper's gap S=2 0.5, S=1 1; nearest line 0 + 1/S, R² 1.00" in printed
     plain = write_run(tmp_path / "plain")
     assert "no study" in script("distributed_dpo/study_plots.py", plain, fails=True)
-
-
-def test_a_page_shows_gradients_consensus_and_delays(tmp_path):
-    visits = [[{"client": "ann", "late": n, "asked": 0.0, "at": 1.0}] for n in (0, 1)]
-    log = {
-        "consensus_before": 0.4,
-        "consensus_after": [0.1, 0.0],
-        "rho": 0.5,
-        "visits": visits,
-        "time": [1, 2],
-    }
-    text = render(read_run(make(tmp_path, "run", log=log)))
-    assert "gradient norm from 2 to 2; paper gap from 0.5 to 0.5" in text
-    assert "in the last round 0.4 before mixing, 0 after" in text
-    assert "1 upload 0 rounds late, 1 upload 1 round late; the run took 2.0 s on the virtual clock" in text
-    assert "Gradients, consensus and delays" not in render(read_run(write_run(tmp_path / "plain")))
