@@ -45,7 +45,7 @@ def write_run(
     Args:
         path: made here.
         clients: client → accuracy before and after each round.
-        settings: in the place of those of :func:`config`.
+        settings: in place of those of :func:`config`.
         fingerprint: puts a commit with it there.
         figures: numbers of the method's own, one per round.
         summary: further keys of the summary.

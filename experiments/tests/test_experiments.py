@@ -230,7 +230,7 @@ def place(tmp_path_factory):
 
 
 def local(place, name):
-    """Overrides that put local files in the place of the hub's, as the READMEs say."""
+    """Overrides that put local files in place of the hub's, as the READMEs say."""
     if "imdb" in name:
         data = [f"data.train={place['imdb']}", f"data.test={place['imdb-test']}"]
     elif "code" in name:
@@ -592,7 +592,7 @@ def test_arms_of_a_loop_have_equal_numbers_of_completions_and_judgements(arms):
 
 
 def test_a_loop_is_measured_by_the_program(arms, tmp_path):
-    """For brief answers, win, tie and loss. Of three pairs of completions, selectors order one rightly, one
+    """For brief answers, win, tie and loss. Of three pairs of completions, selectors order one correctly, one
     is a tie of theirs, and one has no longer completion and does not count."""
 
     def texts(*each):

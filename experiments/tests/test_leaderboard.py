@@ -66,7 +66,7 @@ def build(settings, layout, aggregator, rounds):
 '''
 
 
-# A method in the place of a table's
+# A method in place of a table's
 
 
 def test_a_table_becomes_that_of_a_method(tmp_path):

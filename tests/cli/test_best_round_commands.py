@@ -57,7 +57,7 @@ def test_the_summary_has_the_last_and_the_best(place):
 
 
 def test_the_best_is_a_run_of_so_many_rounds_with_or_without_checkpointing(place):
-    """To the bit: states of the server and of both clients, and the tensors that they predict with."""
+    """Bit for bit: states of the server and of both clients, and the tensors that they predict with."""
     best, short = RunReader(place / "run", best=True), RunReader(place / "short")
     assert best.commit.round == short.commit.round == 1
     assert best.server().tensors["model"].equal(short.server().tensors["model"])

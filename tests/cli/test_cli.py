@@ -1,4 +1,4 @@
-"""The command line, with the toy federation in the place of data and model."""
+"""The command line, with the toy federation in place of data and model."""
 
 import json
 import re

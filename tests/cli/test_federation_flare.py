@@ -533,7 +533,7 @@ SETTINGS_FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
 def speak(context, port):
-    """Begin HTTP/2, as gRPC does. With TLS 1.3 the server's refusal comes in the place of an answer."""
+    """Begin HTTP/2, as gRPC does. With TLS 1.3 the server's refusal comes in place of an answer."""
     with (
         socket.create_connection(("localhost", port), timeout=WATCHDOG) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as wrapped,

@@ -109,7 +109,7 @@ def test_the_shared_models_card_has_none_of_the_clients_own_models(place, tmp_pa
 
 
 def test_a_push_is_private_and_holds_what_an_export_holds(place, hub, tmp_path):
-    """Weights go as large files, to the bit; no file names a path of this machine."""
+    """Weights go as large files, bit for bit; no file names a path of this machine."""
     prefed_("export", place / "feddpo", "--out", tmp_path / "it")
     got = prefed_("push", place / "feddpo", "ann/aligned")
     repo = hub.repos["ann/aligned"]

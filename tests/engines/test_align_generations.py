@@ -59,7 +59,7 @@ def whole(place, selectors, tmp_path_factory):
 
 def test_a_taste_is_drawn_from_a_client_or_a_prototype():
     """Of 4,000 draws half are each client's (± 4 √(1/4/4000) = 0.032), with its mean and σ = e^(log σ²/2);
-    prototype 1 has two of three clients. The file gives the tastes back to the bit."""
+    prototype 1 has two of three clients. The file gives the tastes back bit for bit."""
     drawn = [draw(KNOWN, "posteriors", Key(1).at("n", number)) for number in range(4000)]
     of = Counter(own.origin["client"] for own in drawn)
     assert abs(of["warm"] / 4000 - 0.5) < 0.032

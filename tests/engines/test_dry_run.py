@@ -61,7 +61,7 @@ CASES = {
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_what_it_predicts_is_what_the_run_has(place, tmp_path, changes):
     """The run is the oracle: clients, pairs and parameters are equal. Its messages differ in the digits of a
-    few numbers: bytes are within 3 in 100. The disk is what the run's directory holds at the most."""
+    few numbers: bytes are within 3 in 100. The disk is what the run's directory holds at most."""
     asked = experiment(place, **changes)
     before = sorted(tmp_path.rglob("*"))
     found = dry_run(asked, tmp_path / "run")

@@ -70,7 +70,7 @@ def experiment(place, method="feddpo", **changes):
 
 @pytest.fixture(scope="module")
 def whole(place, tmp_path_factory):
-    """A run that nothing befell; to be read only."""
+    """An undisturbed run; to be read only."""
     return run(experiment(place), tmp_path_factory.mktemp("whole") / "run")
 
 
@@ -112,7 +112,7 @@ def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
 
 def test_alike_runs_share_the_reference_and_no_other_does(place, tmp_path, monkeypatch):
     """A rate, rounds and a cohort leave the frozen model's numbers as they are: such a run asks it nothing
-    and ends as alone, to the bit. Another seed draws other pairs, and another method may group
+    and ends as alone, bit for bit. Another seed draws other pairs, and another method may group
     them otherwise."""
     second = experiment(place, rounds=2, cohort={"size": 3}, evaluate={"every": 0})
     first = second.model_copy(update={"rounds": 3})

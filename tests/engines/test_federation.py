@@ -69,7 +69,7 @@ def without_places(out):
 
 @pytest.mark.usefixtures("forked_workers")
 def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypatch):
-    """FedPDPO, whose clients have personal parts. To the bit, although the hub dies in round 2 after two of
+    """FedPDPO, whose clients have personal parts. Bit for bit, although the hub dies in round 2 after two of
     three answers and goes on, and a process that trains is killed in round 3, in the middle of a visit. Then
     what the sites keep of the run: their logs, and what they refuse.
     """

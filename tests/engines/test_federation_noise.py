@@ -60,7 +60,7 @@ def goes_on(experiment, place, folder, **options):
 def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, answers, place, tmp_path, monkeypatch):
     """FedDPO of a site with three clients, two rounds; the hub dies in round 1 or 2 after two answers of
     three, and the site is started anew. Draws are made a fixed sequence of numbers, and counted: with it the
-    run in one process is the oracle, to the bit. Each client draws once a round. The hub, who cannot see
+    run in one process is the oracle, bit for bit. Each client draws once a round. The hub, who cannot see
     that, counts the round twice: ε in the end is that of three releases. A central mean is drawn once, as
     round 2 was stopped before it. The site has one run.
     """

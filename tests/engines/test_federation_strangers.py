@@ -72,7 +72,7 @@ def job(rounds=7, offences=4):
 def test_what_a_site_must_not_send_is_dropped_and_its_client_set_aside(tmp_path):
     """Its upload of round 1 again, bytes that are no message, more than an upload may have, and much more.
     After the fourth it is asked no more. The model is that of the run in which this client says nothing from
-    round 2 on, to the bit."""
+    round 2 on, bit for bit."""
     first = []
 
     def forge(number, answer):

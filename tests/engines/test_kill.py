@@ -1,4 +1,4 @@
-"""A run killed anywhere and resumed is the run not killed, to the bit."""
+"""A run killed anywhere and resumed is the run not killed, bit for bit."""
 
 import os
 import random

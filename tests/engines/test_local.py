@@ -36,7 +36,7 @@ class Listener(Callback):
 
 def test_the_engine_agrees_with_the_plain_one(tmp_path):
     """Oracle: ``quadratic.federate`` keeps everything in memory, sends nothing through bytes and visits
-    one client after the other. Server, private states and models must be equal to the bit."""
+    one client after the other. Server, private states and models must be bit-identical."""
     server = toy.run(tmp_path / "run", rounds=5)
     options = toy.options(rounds=5)
     trainers = toy.ToyTrainers(options)

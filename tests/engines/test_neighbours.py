@@ -136,7 +136,7 @@ def test_a_run_agrees_with_the_plain_one(tmp_path, graph, order):
     st.sampled_from([("decdpo", "feddpo"), ("fedbn", "fedbn")]),
 )
 def test_the_complete_graph_is_feddpo_with_uniform_weights(tmp_path_factory, optimizer, lora, rounds, names):
-    """Law: to the bit. Each row of W is 1/N, and a mixed row is the server's mean in the same order of sums.
+    """Law: bit for bit. Each row of W is 1/N, and a mixed row is the server's mean in the same order of sums.
     The visits' keys hold the exchange's name, which is the same."""
     folder, chosen = tmp_path_factory.mktemp("law"), {"optimizer": optimizer, "local_steps": 2}
     merge = MergeConfig(weights="uniform", lora=lora)
@@ -182,7 +182,7 @@ def test_a_round_that_was_left_is_done_anew(tmp_path):
 
 @pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_give_the_same(tmp_path):
-    """The visits may be done elsewhere, to the bit."""
+    """The visits may be done elsewhere, bit for bit."""
     run(tmp_path / "here", job({"name": "ring"}, lr=0.05))
     run(tmp_path / "there", build_ring(""), make=lambda j, s: toy.BACKENDS["processes"](j, FACTORY, s, TWO))
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")

@@ -40,7 +40,7 @@ def test_the_toy_has_clients_on_both_sides():
 
 def test_a_client_with_few_pairs_sends_no_mean_over_them(tmp_path):
     """Of both exchanges, one with a loss and one with a score; the round's loss is the others' mean by their
-    pairs. Tensors, and so the model, are what they are without the bound, to the bit."""
+    pairs. Tensors, and so the model, are what they are without the bound, bit for bit."""
     free, bound = [], []
     for least, uploads in ((0, free), (5, bound)):
         backend = partial(Eavesdropper, uploads=uploads)

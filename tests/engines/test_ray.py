@@ -102,7 +102,7 @@ def test_an_actor_and_a_node_are_killed_in_the_middle(nodes, place, method, tmp_
 
 def test_a_stopped_actor_is_noticed_by_the_visits_time_out(nodes, tmp_path, caplog):
     """An actor is stopped as by a debugger while it is idle or busy. Its next task, or this one, is done by
-    another actor, and the run ends as one that nothing befell."""
+    another actor, and the run ends as an undisturbed one."""
     stop = At(t3=lambda: [os.kill(pid, signal.SIGSTOP) for pid in nodes.actors()[:1]])
     toy.run(tmp_path / "there", backend=actors(2, timeout=20), callback=stop)
     toy.run(tmp_path / "here")
@@ -204,7 +204,7 @@ def test_a_cluster_of_this_machine_alone_is_quiet_and_on_the_loopback_interface(
 def test_a_download_is_serialised_once_for_all_its_tasks(nodes, place, tmp_path, monkeypatch, inline):
     """FedDPO sends six clients the same model in each of two rounds, and once more for their evaluation. Ray
     serialises it once for each time that it changes. The control has it in every task: 24 times. The run is
-    the same to the bit."""
+    the same bit for bit."""
     from ray._private.serialization import SerializationContext
 
     serialize, store, lengths, given = SerializationContext.serialize, RayActors._message, [], []
@@ -261,7 +261,7 @@ except WorkerError as error:
 
 def test_without_the_head_of_its_cluster_a_run_ends_with_our_message(tmp_path):
     """Its process is killed after round 1. Ray itself would end the run's process after a minute, with lines
-    of its own. Resumed in one process, the run is the one that nothing befell."""
+    of its own. Resumed in one process, the run is the undisturbed one."""
     if find_spec("ray") is None:
         pytest.skip("needs Ray: pip install 'prefed[ray]'")
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

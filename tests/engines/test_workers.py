@@ -65,7 +65,7 @@ def script(folder, cwd, **changes):
 @FORKED
 def test_a_workers_death_is_named_and_the_run_resumes(tmp_path):
     """Each worker that tries is killed, as by the kernel out of memory: three, no more. Without the fault the
-    run continues and ends as one that nothing befell."""
+    run continues and ends as an undisturbed one."""
     faults = {"Client 4/ü": "die"}
     with pytest.raises(
         WorkerError, match=r"client 'Client 4/ü' .*killed by SIGKILL; giving up after 3 attempts"
@@ -80,7 +80,7 @@ def test_a_workers_death_is_named_and_the_run_resumes(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_task_of_a_lost_worker_is_done_again(tmp_path, caplog, number):
     """One of two workers is killed, or stopped as by a debugger, after the third task. Its task is another's,
-    and the run ends as one that nothing befell."""
+    and the run ends as an undisturbed one."""
     made, hit = [], []
 
     def make(job, states):

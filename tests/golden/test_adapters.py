@@ -80,8 +80,8 @@ def test_merged_is_a_plain_model(base: Path, tmp_path: Path, needs: tuple[str, .
 
 
 def test_client_folder_holds_every_part(base: Path, tmp_path: Path) -> None:
-    """All parts at once, saved and loaded, give the same logits and reward head to the bit. Every weight is a
-    part without a LoRA."""
+    """All parts at once, saved and loaded, give the same logits and reward head, bit for bit. Every weight is
+    a part without a LoRA."""
     model, tensors = load(base, *(part for part in PART_BUILDERS if part not in ("norm", "lora", "weights")))
     want = logits(model.causal)
     save_client(model, tensors, tmp_path / "client")
@@ -106,7 +106,7 @@ def test_what_cannot_be_done_says_so(base: Path, tmp_path: Path) -> None:
 
 
 def test_loading_a_residual_changes_the_base_and_unloading_restores_it(base: Path) -> None:
-    """W0 + R while R is loaded; W0 to the bit once R is zero again."""
+    """W0 + R while R is loaded; W0 bit for bit once R is zero again."""
     model, tensors = load(base, "residual")
     model.load(model.initial)
     before = logits(model.causal)

@@ -1,4 +1,4 @@
-"""Checkpointing against the plain pass: gradients equal to the bit, on the packed and on the plain path."""
+"""Checkpointing against the plain pass: gradients bit-identical, on the packed and on the plain path."""
 
 from __future__ import annotations
 

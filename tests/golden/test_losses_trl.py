@@ -201,7 +201,7 @@ def experimental(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
 
 def test_cdpo_as_cpo_smooths(rows: Rows, experimental: Callable[[str], Any]) -> None:
-    """CPO's smoothed logistic loss, with log-ratios in the place of log-probabilities, is cDPO's."""
+    """CPO's smoothed logistic loss, with log-ratios in place of log-probabilities, is cDPO's."""
     stub = SimpleNamespace(
         alpha=0.0, loss_type="sigmoid", beta=0.2, label_smoothing=0.15, accelerator=ACCELERATOR
     )

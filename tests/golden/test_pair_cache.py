@@ -103,7 +103,7 @@ def test_another_run_may_store_the_same_rows_meanwhile(tmp_path: Path) -> None:
 
 
 def test_training_leaves_what_scoring_reads_alone() -> None:
-    """At the start, policy and reference are equal to the bit, also if training came before scoring."""
+    """At the start, policy and reference are bit-identical, also if training came before scoring."""
     pair_trainer = PairTrainer(backbone(), PAIRS)
     trained(pair_trainer, "a")
     scores = pair_trainer.score(pair_trainer.backbone.reference, HELD)

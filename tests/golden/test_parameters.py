@@ -161,7 +161,7 @@ def test_bottleneck_stands_in_the_place_of_the_final_norm(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bottleneck_starts_as_the_norm_it_replaces(family: str) -> None:
-    """Decode = 0 adds 0 to z, and the norm is a copy of the model's: M(z) is its Norm(z) to the bit."""
+    """Decode = 0 adds 0 to z, and the norm is a copy of the model's: M(z) is its Norm(z) bit for bit."""
     model, bare = backbone(family, TOP), backbone(family)
     z = normal(0, 6, 32)
     with torch.no_grad():

@@ -195,7 +195,7 @@ class Quartic(Quadratic):
 @pytest.mark.parametrize(("difference", "digits"), [(1e-4, 1e-7), (None, 1e-5)])
 def test_hessians_are_taken_where_the_inner_steps_were(difference, digits):
     """The outer gradient against autograd through two inner steps of rate 0.1, which is exact. A product of
-    Hessian and v is off by h² v³ / |v|² here: the default h of 1e-3 costs 1e-5 of the step at the most, 0.01
+    Hessian and v is off by h² v³ / |v|² here: the default h of 1e-3 costs 1e-5 of the step at most, 0.01
     would cost a hundred times that."""
     start = Tensors(LINE, torch.tensor([1.0, -0.5, 0.2], dtype=torch.float64))
     target = torch.tensor([[2.0, 1.0, -1.0]], dtype=torch.float64)

@@ -108,7 +108,7 @@ def test_full_ranks_change_nothing_and_personal_factors_are_low_too():
 def test_rows_that_no_upload_has_survive(rule):
     """The only upload of a round is of rank 1. It moves the first column of B; with flexlora, whose factors
     are sorted, the part of rank 1 is the upload's product, as the other rows of the server still have B = 0.
-    Rows 2 and 3 of A keep their values to the bit: as zeros they would have no gradient in later rounds."""
+    Rows 2 and 3 of A keep their values bit for bit: as zeros they would have no gradient in later rounds."""
     full = backbone(rank=3)
     method = with_ranks(build(full, rule=rule), {"low": 1}, full.layout)
     trainer, server = PairTrainer(full, PAIRS), method.init_server(full.initial)

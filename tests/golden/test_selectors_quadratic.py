@@ -109,7 +109,7 @@ def test_clusters_find_the_two_tastes(balance):
 
 
 def test_equation_6_takes_shares_of_pairs_not_of_clients():
-    """The known mistake: 1/M in the place of p_m. The cohort is one client with 6 of 22 pairs. With φ at 0
+    """The known mistake: 1/M in place of p_m. The cohort is one client with 6 of 22 pairs. With φ at 0
     and its own φ_i at x, the selector goes to 6/22 x; the mistake would be x/7."""
     clients, *_ = problem()
     start = Tensors(LAYOUT, torch.zeros(3, dtype=torch.float64))

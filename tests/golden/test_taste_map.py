@@ -169,7 +169,7 @@ def test_what_is_kept_of_the_trunk_is_not_used_at_a_taste() -> None:
 
 
 def test_the_reference_is_the_untouched_model_at_every_taste() -> None:
-    """To the bit: so what is kept of it is of use to every taste."""
+    """Bit for bit: so what is kept of it is of use to every taste."""
     model, tensors = moved("llama")
     scores = PairTrainer(model, PAIRS, tastes=tastes()).score(tensors, ROWS)
     bare = PairTrainer(backbone("llama"), PAIRS)

@@ -79,7 +79,7 @@ CONFIGS = configs()
 
 
 def same(first: Tensors, second: Tensors) -> bool:
-    """Equal to the bit, signs of zero included."""
+    """Equal bit for bit, signs of zero included."""
     return first.layout == second.layout and torch.equal(
         first.flat.view(torch.int32), second.flat.view(torch.int32)
     )
@@ -109,7 +109,7 @@ def test_order_of_replies_changes_no_bit(
 @given(st.lists(finite, min_size=1, max_size=4), st.lists(st.floats(0, 1e6), min_size=1, max_size=9))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_mean_of_equals_is_that_value(dtype: torch.dtype, numbers: list[float], weights: list[float]) -> None:
-    """To the bit, whatever the weights, in any dtype."""
+    """Bit for bit, whatever the weights, in any dtype."""
     if sum(weights) == 0:
         weights[0] = 1.0
     value = Tensors(Layout((Entry("x", (len(numbers),), "lora"),)), torch.tensor(numbers, dtype=dtype))

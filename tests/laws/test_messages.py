@@ -87,7 +87,7 @@ def test_a_head_declared_shared_is_found(monkeypatch):
 
 
 def test_personal_values_under_a_shared_name_are_found(monkeypatch):
-    """An upload that carries B's values in the place of A's, as a careless flattening would."""
+    """An upload that carries B's values in place of A's, as a careless flattening would."""
     honest = FedAvgBase.upload
 
     def careless(fedavg, trainer, tensors, loss):

@@ -76,7 +76,7 @@ def test_a_site_may_allow_each_exchange_by_its_name(subtests):
 
 
 def same(one: Run, other: Run) -> bool:
-    """The servers' shared tensors agree to the bit."""
+    """The servers' shared tensors agree bit for bit."""
     return one.server.tensors["model"].equal(other.server.tensors["model"])
 
 
@@ -105,7 +105,7 @@ def test_one_client_alone_is_feddpo(problem):
 @examples(15)
 @given(problems)
 def test_supervised_and_preference_training_differ_in_the_loss_alone(problem):
-    """A quadratic is blind to the objective's name, so here they agree to the bit."""
+    """A quadratic is blind to the objective's name, so here they agree bit for bit."""
     assert same(on("fedsft", problem).run(), on("feddpo", problem).run())
 
 

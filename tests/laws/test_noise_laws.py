@@ -51,7 +51,7 @@ def flat(tensors):
 @given(sent=groups(), own=groups(), clip=st.floats(1e-3, 1e3))
 def test_a_local_update_is_at_most_as_long_as_the_clip(sent, own, clip):
     """Over both groups together, in float64; ``control`` is a step, so what was sent under its name does not
-    count. A shorter update goes out as it is, to the bit, and direction is kept."""
+    count. A shorter update goes out as it is, bit for bit, and direction is kept."""
     # In float64 no rounding of the result to the model's dtype stands in the way of the law.
     sent = {name: group.to(torch.float64) for name, group in sent.items()}
     own = {name: group.to(torch.float64) for name, group in own.items()}
@@ -158,7 +158,7 @@ PLAIN = [
 
 @pytest.mark.parametrize(("method", "kind"), PLAIN)
 def test_without_noise_and_clip_a_run_is_the_plain_one(method, kind, tmp_path):
-    """To the bit: the server's state and what clients predict with."""
+    """Bit for bit: the server's state and what clients predict with."""
     options = {"method": method, "merge": {"weights": "uniform"}, "rounds": 3}
     plain = toy.run(tmp_path / "plain", **options)
     same = toy.run(tmp_path / "private", privacy={"kind": kind, "noise_multiplier": 0.0}, **options)

@@ -64,7 +64,7 @@ NOTHING_PERSONAL = {
 @examples(15)
 @given(problem=problems)
 def test_with_nothing_personal_it_is_feddpo(name, problem):
-    """To the bit, with every LoRA rule: the same batches, the same steps, the same merge."""
+    """Bit for bit, with every LoRA rule: the same batches, the same steps, the same merge."""
     kind = METHODS[name]
     chosen = kind.Settings(**NOTHING_PERSONAL[name])
     assert kind.needs(chosen) - {"outputs"} == {"lora"}
@@ -162,7 +162,7 @@ def test_a_client_that_stays_away_keeps_its_first_state(name, problem):
 @examples(10)
 @given(problem=problems)
 def test_fedpdpo_without_bottleneck_and_reward_head_is_fedrep(problem):
-    """What is left is a shared LoRA and a personal head, fitted in turn on DPO's loss: equal to the bit."""
+    """What is left is a shared LoRA and a personal head, fitted in turn on DPO's loss: bit-identical."""
     begin = initial({"lora", "head"} | lora.needs(problem["rule"]), seed=problem["seed"])
     clients = crowd(problem["size"], begin.layout.size, problem["seed"])
     outcomes = []

@@ -49,7 +49,7 @@ def cohorts(problem: dict) -> int:
 @examples(20)
 @given(problems, st.integers(0, 4))
 def test_one_selector_with_the_normalised_mean_is_fedbis(problem, warm):
-    """To the bit, whatever the warm-up and the groupings."""
+    """Bit for bit, whatever the warm-up and the groupings."""
     size = cohorts(problem)
     own = {"selectors": 1, "warmup_rounds": warm, "regroup_every": 2, "cluster_mean": "normalised"}
     one = run(make("fedbiscuit", problem, **own), problem, cohort=size)

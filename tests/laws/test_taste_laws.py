@@ -1,4 +1,4 @@
-"""Laws of FedVPL and FedVPA-GP over a small model: what is equal to the bit, what leaves, what leaks."""
+"""Laws of FedVPL and FedVPA-GP over a small model: what is bit-identical, what leaves, what leaks."""
 
 from dataclasses import replace
 

@@ -120,7 +120,7 @@ def test_a_page_of_zeros_is_computed_anew(tmp_path):
 
 def test_a_flipped_bit_in_a_kept_value_is_computed_anew(tmp_path):
     """Each of the 96 bits of each row in turn: that row is missing, and no other. A value may be any float, 0
-    and NaN too; and a row that stands in the place of another is not that one."""
+    and NaN too; and a row that stands in place of another is not that one."""
     rows, values = np.arange(3), np.array([[0, -1.5], [np.nan, -np.inf], [-2, -1e-30]], np.float32)
     PairScoreCache(3, tmp_path).put(rows, values)
     path = tmp_path / "reference.f32"

@@ -239,7 +239,7 @@ def test_the_page_says_what_the_data_are_and_where_the_run_was_made(tmp_path):
     ],
 )
 def test_the_page_says_what_a_hub_and_a_peer_do_not_know(tmp_path, who, words):
-    """Sizes are there, and in the place of the distances is why there are none."""
+    """Sizes are there, and in place of the distances is why there are none."""
     facts = dict(origin.data_facts(read_run(write_run(tmp_path / "run", **who))))
     assert facts["clients"] == "3"
     assert facts["distance between clients"] == words

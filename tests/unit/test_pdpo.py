@@ -181,7 +181,7 @@ def test_exclusion_keeps_its_bounds(values: list[float], k: float, most: float) 
 
 @given(st.integers(0, 2**16), st.floats(0.01, 2))
 def test_without_the_reward_head_it_is_dpo(seed: int, beta: float) -> None:
-    """w_r = 0 and no exclusion: DPO, to the bit; the reward head gets no gradient."""
+    """w_r = 0 and no exclusion: DPO, bit for bit; the reward head gets no gradient."""
     draw = torch.Generator().manual_seed(seed)
     implicit, explicit = (torch.randn(4, generator=draw) * 3 for _ in range(2))
     batch = margins(implicit.tolist(), explicit.tolist())

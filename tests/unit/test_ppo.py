@@ -45,7 +45,7 @@ class Tokens:
 
 
 class Scored:
-    """Fixed scores in the place of a reward model's."""
+    """Fixed scores in place of a reward model's."""
 
     def __init__(self, scores: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         self.scores = scores

@@ -153,7 +153,7 @@ def test_a_page_has_each_generations_answers(tmp_path: Path) -> None:
 
 
 def test_an_alignment_by_a_judge_has_its_words(tmp_path: Path) -> None:
-    """Its labels count verdicts that failed, in the place of pairs that are too long for a selector."""
+    """Its labels count verdicts that failed, in place of pairs that are too long for a selector."""
     labels = {name: count for name, count in ALIGNED["labels"].items() if name != "too_long"} | {"failed": 3}
     path = write_run(tmp_path / "run")
     (path / "align").mkdir()

@@ -79,7 +79,7 @@ def test_trainable_share_of_the_sources_model() -> None:
 
 @given(SEEDS)
 def test_other_labels_change_signs_alone(seed: int) -> None:
-    """To the bit: the context's features are negated. A pair that is judged has no label to exchange."""
+    """Bit for bit: the context's features are negated. A pair that is judged has no label to exchange."""
     model = selector()
     weights = weights_of(model)
     hidden, signs, _ = pairs(seed, 7)
@@ -132,7 +132,7 @@ def test_the_reward_by_hand(seed: int) -> None:
 
 @given(SEEDS)
 def test_opposite_taste_reverses_every_preference(seed: int) -> None:
-    """With a decoder without bias w(−z) = −w(z): the reward's part of the log-odds is negated to the bit."""
+    """With a decoder without bias w(−z) = −w(z): the reward's part of the log-odds is negated bit for bit."""
     model = selector()
     weights = weights_of(model)
     weights["variational/decoder/bias"].zero_()
