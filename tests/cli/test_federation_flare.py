@@ -354,7 +354,7 @@ def test_messages_arrive_as_they_are(transport):
 
 
 def test_a_message_that_is_too_long_is_refused_at_once(transport):
-    """The sites take in 8 MiB and a little more. The session goes on."""
+    """The sites take in 8 MiB and a little more. The session continues."""
     session = transport._session
     with pytest.raises(TooLongError, match=f"{10 << 20:,} bytes is longer than"):
         transport.call("north", bytes(10 << 20), WATCHDOG, MOST)
@@ -371,7 +371,7 @@ def memory_of_hub(kits):
 def test_a_long_answer_comes_in_parts_and_a_longer_one_not_at_all(transport, kits):
     """Of 160 MiB where 10,000 bytes are due the hub takes in the first part alone: two parts' room is enough
     for that, with the copies that are made of it. Then the same is due, and arrives; so does less than a part
-    more. The session goes on all the while."""
+    more. The session continues all the while."""
     assert transport.call("north", b"visit ", WATCHDOG, MOST) == b"visit north"
     session, before, size = transport._session, memory_of_hub(kits), 160 << 20
     with pytest.raises(LongAnswerError, match=f"{size:,} bytes, at most 10,000 are allowed"):

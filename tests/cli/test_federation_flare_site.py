@@ -102,7 +102,7 @@ def test_a_kits_site_file_as_it_is_lacks_data_and_model(kits):
 
 
 class Clock:
-    """A clock that goes on where somebody sleeps, and ends the command after five minutes."""
+    """A clock that continues where somebody sleeps, and ends the command after five minutes."""
 
     def __init__(self):
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""``prefed judge`` on small real runs: who is compared, what is written, and how it goes on."""
+"""``prefed judge`` on small real runs: who is compared, what is written, and how it continues."""
 
 import importlib.util
 import json

@@ -162,7 +162,7 @@ def test_a_start_that_fails_leaves_no_log(place):
 
 
 def test_a_log_that_cannot_be_written_ends_no_run(place):
-    """A folder is in its place, or a link, which is not followed: the run goes on and touches neither."""
+    """A folder is in its place, or a link, which is not followed: the run continues and touches neither."""
     got("run", "exp.toml", "--out", "a", "--set", "rounds=2")
     (place / "a/run.log").unlink()
     (place / "letter.txt").write_text("mine")

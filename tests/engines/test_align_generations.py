@@ -1,4 +1,4 @@
-"""Generations without a run, most with tastes: what they draw, and how they stop and go on."""
+"""Generations without a run, most with tastes: what they draw, and how they stop and continue."""
 
 from collections import Counter
 from dataclasses import replace
@@ -210,7 +210,7 @@ def test_killed_at_every_write(place, selectors, whole, tmp_path, monkeypatch):
 
 
 def test_a_stage_of_one_generation_again_and_more_generations(place, selectors, whole, tmp_path):
-    """The second generation again ends in the same bytes; a third one goes on from it; another rate is
+    """The second generation again ends in the same bytes; a third one continues from it; another rate is
     refused by the first stage with it. A policy without tastes needs another start, and leaves none of these
     files."""
     alignment = tasting(place, selectors, tmp_path / "align")

@@ -1,4 +1,4 @@
-"""Answers that are forged, missing, doubled or somebody else's: a run names them and goes on."""
+"""Answers that are forged, missing, doubled or somebody else's: a run names them and continues."""
 
 import json
 import os

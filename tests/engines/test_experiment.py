@@ -312,7 +312,7 @@ def test_settings_that_are_no_experiment_are_named(place, tmp_path):
 
 
 def test_resuming_a_run_that_is_not_there_starts_none(place, tmp_path):
-    """``resume=out.exists()`` starts it, and goes on with it."""
+    """``resume=out.exists()`` starts it, and continues with it."""
     out = tmp_path / "run"
     with pytest.raises(StoreError, match="contains no run to resume"):
         run(experiment(place, rounds=1), out, resume=True)

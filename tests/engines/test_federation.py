@@ -70,7 +70,7 @@ def without_places(out):
 @pytest.mark.usefixtures("forked_workers")
 def test_a_federation_is_the_run_in_one_process(place, sites, tmp_path, monkeypatch):
     """FedPDPO, whose clients have personal parts. Bit for bit, although the hub dies in round 2 after two of
-    three answers and goes on, and a process that trains is killed in round 3, in the middle of a visit. Then
+    three answers and continues, and a process that trains is killed in round 3, during a visit. Then
     what the sites keep of the run: their logs, and what they refuse.
     """
     asked = experiment(place)
@@ -215,8 +215,8 @@ def run_of(out):
 
 @pytest.mark.usefixtures("no_processes")
 def test_what_sites_were_asked_for_is_the_runs_from_its_first_visit_on(place, sites, tmp_path):
-    """The hub dies after one answer of round 1. With other settings nothing goes on there. With its own the
-    run goes on under its name, whoever is named now: its clients are those of the sites it began with."""
+    """The hub dies after one answer of round 1. With other settings nothing continues there. With its own the
+    run continues under its name, whoever is named now: its clients are those of the sites it began with."""
     out, asked, heard = tmp_path / "over", experiment(place, rounds=1), Warned()
     with pytest.raises(KeyboardInterrupt):
         federate(asked, out, Within(sites), TERMS, callbacks=[toy.InterruptAt(1)])
@@ -276,7 +276,7 @@ def test_the_rest_start_without_a_site_that_does_not_answer(place, sites, tmp_pa
 
 @pytest.mark.usefixtures("no_processes")
 def test_ranks_of_clients_that_no_site_has_are_named(place, sites, tmp_path):
-    """The site of w3 may be away, or its client have a pseudonym, so the hub warns and goes on."""
+    """The site of w3 may be away, or its client have a pseudonym, so the hub warns and continues."""
 
     def lost(site, request):
         if unpack(request)[0]["kind"] == "start":

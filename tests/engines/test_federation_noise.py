@@ -108,7 +108,7 @@ def test_what_a_site_writes_is_its_owners_alone(place, tmp_path, monkeypatch):
 
 
 def test_more_rounds_are_no_second_draw(place, tmp_path, monkeypatch):
-    """The hub dies in round 1 of two, after two of three answers, and goes on with three rounds. Each client
+    """The hub dies in round 1 of two, after two of three answers, and resumes with three rounds. Each client
     draws once a round all the same, so it has spent 3/z² with z = 2."""
     monkeypatch.setattr(site_module, "Worker", Here)
     asked = private(place, kind="local")

@@ -350,7 +350,7 @@ def test_a_site_that_was_away_gets_its_models_from_a_finished_run(place, tmp_pat
 
 
 def test_a_run_that_goes_on_takes_its_models_along(place, tmp_path):
-    """After round 1 the hub sends the models. The run goes on to round 4, and the hub dies before its end:
+    """After round 1 the hub sends the models. The run continues to round 4, and the hub dies before its end:
     the private states of round 1 are gone by then, and so are its models. Then there are those of round 4."""
     made = configs(place, tmp_path)
     over_sites(experiment(place, rounds=1), made, tmp_path / "over")

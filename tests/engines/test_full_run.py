@@ -74,7 +74,7 @@ def finished(place):
 
 @pytest.mark.parametrize("method", ["feddpo", "decdpo"])
 def test_stopped_and_resumed_it_ends_the_same(place, tmp_path, method):
-    """Stopped in the second round, where optimisers go on with kept moments of every weight."""
+    """Stopped in the second round, where optimisers continue with kept moments of every weight."""
     whole = experiment(place, method, optimizer_state="kept")
     run(whole, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Clients that send what they should not: a run names them and goes on."""
+"""Clients that send what they should not: a run names them and continues."""
 
 import json
 import re

@@ -182,7 +182,7 @@ class Twice(Job):
 
 
 def test_two_uploads_of_one_client_in_a_round(tmp_path):
-    """Oracle: :func:`replay`, which visits one after the other: the second visit goes on from the private
+    """Oracle: :func:`replay`, which visits one after the other: the second visit continues from the private
     state that the first one left, and both uploads count."""
     plain = job({"max_delay": 1}, rounds=2, optimizer_state="kept")
     whole = Twice(**{field.name: getattr(plain, field.name) for field in fields(plain)})

@@ -50,7 +50,7 @@ class Stops(Callback):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_may_lie_elsewhere_but_not_say_anything_else(tmp_path, name):
-    """The folder of an interrupted run's experiment is moved, and the run goes on; then the file changes."""
+    """The folder of an interrupted run's experiment is moved, and the run resumes; then the file changes."""
     method, table, content = FILES[name]
     first = tmp_path / "first"
     first.mkdir()

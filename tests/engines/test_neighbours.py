@@ -256,7 +256,7 @@ def test_a_model_that_is_not_valid_does_not_go_out(tmp_path, fault):
 
 
 def test_a_model_out_of_all_proportion_is_not_mixed(tmp_path):
-    """Both ends see it by comparing lengths; other clients' mixes go on."""
+    """Both ends see it by comparing lengths; other clients' mixes continue."""
     bad = "Client 2/ü"
     whole = job({"name": "ring"}, rounds=1, faults={bad: "huge"})
     run(tmp_path / "run", whole)

@@ -56,7 +56,7 @@ def play(path, job, backend=InProcess, notes=None, resume=False):
 
 def test_who_is_dropped_twice_is_asked_no_more(tmp_path, monkeypatch):
     """Rounds 1 and 2 drop its upload; from round 3 on neither exchange asks it, and it is still evaluated.
-    Since a dropped upload moves nothing, the server is that of the run that goes on asking, but for the
+    Since a dropped upload moves nothing, the server is that of the run that continues asking, but for the
     scores, which an honest ``score`` of round 4 would be among."""
     monkeypatch.setattr(Asks, "asked", [])
     notes, counted = Notes(), job()

@@ -91,7 +91,7 @@ class Sleeps(Callback):
     ],
 )
 def test_a_peer_that_gives_up_notifies_the_others(place, tmp_path, fails, limit, why):
-    """It lives, but does not go on. Peer 2 has no connection with it. Visits of the others have no limit."""
+    """It lives, but does not continue. Peer 2 is not connected to it. Visits of the others have no limit."""
     made = experiment(place)
     own = made.model_copy(update={"engine": made.engine.model_copy(update={"visit_timeout": limit})})
     ended = peers(tmp_path / "peers", [own, made, made], fails={0: fails})

@@ -779,7 +779,7 @@ def test_a_site_uses_only_the_code_that_its_operator_allows(package, ward, tmp_p
 
 def test_a_site_refuses_code_that_differs_from_the_hubs(package, ward, tmp_path):
     """The source changes between the hub's reading it and a site's. A site refuses before it reports its
-    clients, and nothing trains. A site whose source changes after it has joined refuses to go on, and so does
+    clients, and nothing trains. A site whose source changes after it has joined refuses to continue, as does
     its training process, which reads the source anew."""
     source, seen = package / "lgpack/method.py", []
 

@@ -111,7 +111,7 @@ def test_a_stopped_actor_is_noticed_by_the_visits_time_out(nodes, tmp_path, capl
 
 
 def test_a_visit_that_kills_each_actor_ends_the_run(nodes, tmp_path, caplog):
-    """Three actors are lost to it, no more; without the fault the run goes on."""
+    """Three actors are lost to it, no more; without the fault the run continues."""
     ends = r"visit of client 'Client 4/ü' lost its worker.*; giving up after 3 attempts.*resume"
     with pytest.raises(WorkerError, match=ends):
         toy.run(tmp_path / "run", backend=actors(2, faults={"Client 4/ü": "die"}))

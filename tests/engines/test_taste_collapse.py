@@ -1,4 +1,4 @@
-"""Whether a run says, while it goes on, that its latent tastes have not separated."""
+"""Whether a run says, while it continues, that its latent tastes have not separated."""
 
 import numpy as np
 import pytest

@@ -88,7 +88,7 @@ def test_a_run_leaves_tastes_and_no_adapter(finished):
 
 
 def test_a_run_writes_its_tastes_for_its_owner(finished):
-    """What ``read_tastes`` finds, to three digits; a run that goes on has none until it ends."""
+    """What ``read_tastes`` finds, to three digits; a run that continues has none until it ends."""
     path = finished / "tastes.json"
     assert path.stat().st_mode & 0o777 == 0o600
     got, plain = json.loads(path.read_text()), read_tastes(load_run(finished, data=True)).plain()

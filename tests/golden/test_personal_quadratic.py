@@ -141,7 +141,7 @@ def adamw(parameter: torch.Tensor, rate: float) -> torch.optim.AdamW:
 def test_perfedavg_by_adamw_is_torchs(state):
     """Written out with torch.optim.AdamW. At each outer step θ is a new parameter at w with an AdamW of its
     own for K = 2 steps; w's own AdamW, made once a visit, then steps with θ's gradient where w's would be.
-    Kept, both go on where they stood, from visit to visit."""
+    Kept, both continue where they stood, from visit to visit."""
     curvatures, optima, clients, start = problem()
     given = {"optimizer": "adamw", "betas": (0.8, 0.95), "weight_decay": 0.1, "clip": 2.0}
     method = make("perfedavg", inner_lr=0.3, inner_steps=2, optimizer_state=state, **given)

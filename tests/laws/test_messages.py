@@ -54,7 +54,7 @@ def test_only_what_is_declared_leaves_a_client(name, rule):
 
 
 def test_a_part_declared_personal_but_sent_is_found():
-    """FedDPO whose declaration says B is personal, while its work goes on sending it."""
+    """FedDPO whose declaration says B is personal, while its work continues sending it."""
 
     def declared(method: Method) -> Method:
         owners = {

@@ -199,7 +199,7 @@ def test_a_body_without_a_length_is_not_read(place):
 
 def test_requests_that_are_cut_leave_no_traceback(tmp_path, caplog):
     """Half a request line, half the headers, a form without its body and one with half of it: the connection
-    ends, the page goes on, and nothing is saved."""
+    ends, the page continues, and nothing is saved."""
     with session(tmp_path) as opened, serving(opened) as links:
         browser = Browser(links[0])
         host, (cookie,) = browser.root.removeprefix("http://"), browser.cookies

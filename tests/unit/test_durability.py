@@ -167,7 +167,7 @@ def test_what_a_commit_names_is_on_the_disk(tmp_path: Path, disk: Callable[..., 
 def test_a_crash_leaves_nothing_that_a_later_commit_relies_on(
     tmp_path: Path, disk: Callable[..., Disk]
 ) -> None:
-    """A process ends at any one of its file operations, and a second one goes on: at its commits too all is
+    """A process ends at any one of its file operations, and a second one continues: at its commits too all is
     on the disk, also what the first had written or created and not synced. The one exception is a crash
     between the renaming of the configuration and the sync of its folder: that folder is next synced by the
     round log's first line, and so at round 0 the configuration's name may not be safe yet."""

@@ -43,7 +43,7 @@ class Forgetful:
 
 
 def test_a_site_that_comes_back_and_cannot_take_part_costs_its_own_visits_alone():
-    """Site w0 comes back whole, w1 without its data, w2 with another base model. The run goes on with w0."""
+    """Site w0 comes back whole, w1 without its data, w2 with another base model. The run resumes with w0."""
     sites = {
         "site-w0": Forgetful(JOINED),
         "site-w1": Forgetful({"failed": "FileNotFoundError: see the site's log"}),

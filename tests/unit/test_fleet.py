@@ -45,7 +45,7 @@ def test_a_synchronous_server_waits_for_the_slowest():
 
 def test_a_buffered_server_by_hand():
     """Visits of 2, 3 and 7 s, merges of two. 2: a waits, as nothing is new to it. 3: b; round 1; a and b from
-    model 1. 5, 6: a, b; round 2. 7: c comes from model 0 and goes on from 2. 8: a; round 3. 9: b, goes on
+    model 1. 5, 6: a, b; round 2. 7: c comes from model 0 and continues from 2. 8: a; round 3. 9: b, continues
     from 3. 10: a; round 4. 12: a and b; round 5. 14: a from 5, c from 2; round 6."""
     scheduled = plan(6, work={"a": 2, "b": 3, "c": 7}, server="buffered", buffer=2)
     assert [one.at for one in scheduled] == [3, 6, 8, 10, 12, 14]
@@ -222,7 +222,7 @@ def test_wrong_traces_are_refused(tmp_path, text, message):
 
 
 def test_a_fleet_whose_visits_never_end_with_a_reply_is_given_up(tmp_path, monkeypatch):
-    """There for 5 s of every 10, and a visit takes 6: the schedule would go on for ever."""
+    """There for 5 s of every 10, and a visit takes 6: the schedule would continue for ever."""
     monkeypatch.setattr(sys.modules["prefed.engines.simulated_fleet"], "VAIN", 50)
     path = trace(tmp_path, "client,start,end\na,0,5\n")
     for server in ("synchronous", "buffered"):

@@ -257,7 +257,7 @@ def test_seeds_alone_end_in_a_page(path):
 
 
 def test_nothing_is_chosen_where_a_run_failed(path):
-    """The others go on and have their page."""
+    """The others continue and have their page."""
 
     def figure(experiment):
         if lr(experiment) == 0.01:

@@ -289,7 +289,7 @@ def test_a_flipped_bit_of_a_state_is_noticed(tmp_path):
 
 
 def test_damage_takes_nothing_else_away(tmp_path):
-    """What is left is left for whoever repairs it; put back, the run goes on."""
+    """What is left is left for whoever repairs it; put back, the run continues."""
     play(tmp_path / "run", 2)
     lost = tmp_path / "run/checkpoint/clients/even@000002.safetensors"
     data, before = lost.read_bytes(), content(tmp_path / "run")

@@ -30,7 +30,7 @@ LOOPING = (
     (f"{SENTENCE} {SENTENCE} {SENTENCE}", True),
     (f"First . {SENTENCE} {SENTENCE} {SENTENCE} You should", True),
     (f"{SENTENCE} {SENTENCE}", False),
-    # Lists of one item: the last has no line break, or the list goes on; two items are no loop.
+    # Lists of one item: the last has no line break, or the list continues; two items are no loop.
     ("- Be kind . / - Be kind . / - Be kind .", True),
     ("Sure . - Be kind . / - Be kind . / - Be kind . // Bye", True),
     ("- Be kind . / - Be kind . / - Be", False),

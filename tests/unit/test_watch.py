@@ -1,4 +1,4 @@
-"""The page of a run that goes on: after every round, until its end."""
+"""The page of a run that continues: after every round, until its end."""
 
 import json
 import os
