@@ -4,6 +4,7 @@ import json
 import shutil
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
 
@@ -32,10 +33,11 @@ from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.judging import SiteJudges, read_pairs, write_pairs
 from prefed.networks.federation.messages import FORMAT, VERSION, order_digest
 from prefed.networks.federation.site import Site
+from prefed.networks.federation.site_clients import SiteClients, site_clients
 from prefed.networks.federation.unix_socket import HEADER, pack, unpack
-from prefed.networks.federation.voters import SiteVoters, site_voters
 from prefed.runs.align import align
 from prefed.runs.labels import JUDGES
+from prefed.store import RunReader
 from preferences import jsonl
 from toy import Warned
 from workers import make_place
@@ -120,8 +122,8 @@ def settings(place, **changes):
 def vote(path, sites, config, terms=TERMS, **options):
     """Align over sites in this process."""
     transport = sites if isinstance(sites, Within) else Within(sites)
-    with site_voters(path, transport, terms, lambda text: None) as voters:
-        return align(path, config, voters=voters, **options)
+    with site_clients(path, config, transport, terms, lambda text: None) as clients:
+        return align(path, config, clients=clients, **options)
 
 
 def results(path):
@@ -153,15 +155,15 @@ def test_sites_vote_as_in_one_process(place, finished, copy):
 
 
 class Dying(Within):
-    """Ends the hub before or after a request to judge that it is asked for, and every such site."""
+    """Ends the hub before or after a request of a kind."""
 
-    def __init__(self, sites, when):
+    def __init__(self, sites, when, kind="judge"):
         super().__init__(sites)
-        self.when, self.asked, self.turn = when, 0, Lock()
+        self.when, self.kind, self.asked, self.turn = when, kind, 0, Lock()
 
     def call(self, site, request, timeout, most):
         with self.turn:
-            self.asked += unpack(request)[0]["kind"] == "judge"
+            self.asked += unpack(request)[0]["kind"] == self.kind
             if self.asked >= self.when > 0:
                 raise Killed
             answer = super().call(site, request, timeout, most)
@@ -297,7 +299,7 @@ def test_a_run_with_noise_has_no_votes(place, finished, copy, asks):
     path.write_text(noised(path.read_text()))
     with (
         pytest.raises(ConfigError, match="votes of single clients have no noise"),
-        site_voters(copy / "over", Within({}), TERMS, print),
+        site_clients(copy / "over", settings(place), Within({}), TERMS, print),
     ):
         pass
     (order,) = (copy / "site-w1w2/runs").glob("*/order.json")
@@ -349,7 +351,8 @@ def voting(sites):
     homes, said = {"w0": "one", "w1": "two"}, list[str]()
     asked = Sites(Within(sites), "wards", "0" * 16, 1.0)
     asked.most = lambda *_: 0
-    return SiteVoters({}, homes, 1, FederationBackend(asked, MemoryStates(), homes, 1.0, said.append))
+    backend, terms = FederationBackend(asked, MemoryStates(), homes, 1.0, said.append), TERMS
+    return SiteClients(Path(), None, {}, homes, 1, backend, Within(sites), terms)
 
 
 def test_votes_are_in_the_order_of_clients_and_a_site_that_is_away_is_named():
@@ -420,3 +423,35 @@ def test_pairs_travel_unchanged():
     turns = (Message("system", "Be brief."), Message("user", "안녕?\n"))
     sent = [Record(turns, "é\x00", "\u202e", extra={"a": 1, "b": 0.1, "c": "x"}), *RECORDS]
     assert read_pairs(write_pairs(sent)) == sent
+
+
+REFRESH = {"labels": "majority", "refresh": {"every": 1, "pairs": 6}, "generations": 2}
+
+
+def loops(path):
+    """What a loop with refreshes leads to: labels, checkpoints, the adapter, and the states of each refresh."""
+    commits = [RunReader(path / f"align/generations/{number}/refresh").commit for number in (1, 2)]
+    return results(path), [(commit.round, commit.digests.server) for commit in commits]
+
+
+def test_sites_refresh_as_in_one_process(place, finished, tmp_path_factory, copy):
+    """Bit for bit, killed in a request to judge, in a round, and where a site joins a refresh. Verdicts and
+    judged pairs stay at the site; the hub learns numbers of pairs."""
+    alone = tmp_path_factory.mktemp("alone") / "run"
+    shutil.copytree(finished / "alone", alone, ignore=shutil.ignore_patterns("align"))
+    align(alone, settings(place, **{**REFRESH, "client_judge": "liking"}))
+    kills, killed = [("judge", 2), ("join", 1), ("join", -2), ("visit", 2), ("visit", -1), ("judge", 99)], 0
+    for kind, when in kills:
+        sites = opened(place, copy)
+        transport = Dying(sites, when, kind)
+        try:
+            vote(copy / "over", transport, settings(place, **REFRESH))
+        except Killed:
+            killed += 1
+        finally:
+            with transport.turn:
+                closed(sites)
+    assert killed == 5
+    assert loops(copy / "over") == loops(alone)
+    folder = copy / "over/align/generations"
+    assert not [*folder.rglob("judged.jsonl"), *folder.rglob("pairs.jsonl"), *folder.rglob("held-out.jsonl")]

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from prefed.align.alignment import (
         Alignment,
         ClientPrompts,
+        Clients,
         KnownTastes,
         Scorer,
         Selectors,
-        Voters,
     )
     from prefed.align.policy import AlignError
     from prefed.align.run import STAGES, align
@@ -25,10 +25,10 @@ __all__ = [
     "AlignError",
     "Alignment",
     "ClientPrompts",
+    "Clients",
     "KnownTastes",
     "Scorer",
     "Selectors",
-    "Voters",
     "align",
     "check_inputs",
 ]

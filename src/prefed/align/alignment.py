@@ -123,8 +123,8 @@ class Selectors:
         return asked, scores
 
 
-class Voters(Protocol):
-    """The clients of a run, who vote on completions where their data are."""
+class Clients(Protocol):
+    """The clients of a run, who judge completions where their data are, and train on what they judged."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -134,24 +134,28 @@ class Voters(Protocol):
     def votes(self) -> Scorer:
         """Their votes, ``[U, n]``: 1, 0 or −1 of each client that trains, in order; 0 without a verdict."""
 
-
-class Clients(Voters, Protocol):
-    """The clients of a run, who also train on what they judged."""
-
     @property
     def names(self) -> Sequence[str]:
         """The clients that train."""
 
     @property
     def scorers(self) -> Mapping[str, Scorer]:
-        """Client → what it judges with."""
+        """Client → what it judges with, unless there is :attr:`judge`."""
 
-    def train(self, pairs: Path, before: Path | None, folder: Path) -> str:
+    @property
+    def judge(self) -> Callable[[Sequence[int], Mapping[str, Sequence[Record]]], int] | None:
+        """Lets clients judge pairs and keep their verdicts; ``None`` if these are for the server.
+
+        It takes the generations of earlier refreshes and of this one, and client → what it is asked about,
+        and returns the number of pairs without ties in all these refreshes.
+        """
+
+    def train(self, pairs: Path, before: Sequence[Path], folder: Path) -> str:
         """Take further rounds on judged pairs, or finish them; return a digest of the result.
 
         Args:
-            pairs: a file with columns of :data:`prefed.align.refresh.PAIRS`.
-            before: the folder of an earlier such training to continue; ``None`` to continue the run.
+            pairs: a file with columns of :data:`prefed.align.refresh.PAIRS`; missing with :attr:`judge`.
+            before: the folders of earlier such trainings, of which the last one is continued, or the run.
             folder: where to write.
         """
 

@@ -5,13 +5,14 @@ Clients receive prompts and completions; verdicts stay with them, and only the m
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from prefed.align.alignment import Alignment
+from prefed.align.alignment import Alignment, Scorer
 from prefed.align.judge.people import WaitingError
 from prefed.align.labels import candidates, records_of, won
 from prefed.align.policy import AlignError
@@ -30,7 +31,29 @@ on, and the digest of its selectors."""
 def _work(alignment: Alignment, generation: Generation) -> Figures:
     clients, before = alignment.clients, _earlier(alignment, generation)
     assert clients is not None
-    judged = _judged(alignment, generation)
+    path = generation.path(alignment, PAIRS)
+    if clients.judge is None:
+        figures = _judge_here(alignment, generation, before, clients.scorers)
+    else:
+        asked, numbers = dict(_asked(alignment, generation)), [each.number or 0 for each in before]
+        kept = clients.judge([*numbers, generation.number or 0], asked)
+        # Nobody measures the selectors' accuracy on verdicts that stay where they are.
+        figures = {"judged": sum(map(len, asked.values())), "pairs": kept, "accuracy": None}
+    if not figures["pairs"]:
+        raise AlignError(
+            f"{path.parent}: no client prefers a completion to another; raise refresh.pairs or temperature"
+        )
+    earlier = [each.path(alignment, REFRESH) for each in before]
+    digest = clients.train(path, earlier, generation.path(alignment, REFRESH))
+    files.write(generation.path(alignment, RESULT), dumps([{"selectors": digest}]))
+    return figures
+
+
+def _judge_here(
+    alignment: Alignment, generation: Generation, before: list[Generation], scorers: Mapping[str, Scorer]
+) -> dict[str, Any]:
+    """Write :data:`JUDGED` and :data:`PAIRS`."""
+    judged = _judged(alignment, generation, scorers)
     accuracy = _accuracy(alignment, before, judged)
     rows = [
         pair_row(row["client"], _record(row))
@@ -38,16 +61,20 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
         for row in rows_in(each.path(alignment, JUDGED))
         if row["score"]
     ]
-    path = generation.path(alignment, PAIRS)
-    if not rows:
-        raise AlignError(
-            f"{path.parent}: no client prefers a completion to another; raise refresh.pairs or temperature"
-        )
-    files.write(path, dumps(rows), mode=0o600)
-    last = before[-1].path(alignment, REFRESH) if before else None
-    digest = clients.train(path, last, generation.path(alignment, REFRESH))
-    files.write(generation.path(alignment, RESULT), dumps([{"selectors": digest}]))
+    files.write(generation.path(alignment, PAIRS), dumps(rows), mode=0o600)
     return {"judged": sum(row["score"] is not None for row in judged), "pairs": len(rows), **accuracy}
+
+
+def _asked(alignment: Alignment, generation: Generation) -> Iterator[tuple[str, list[Record]]]:
+    """Yield each client with the pairs of completions that it is asked about, drawn at random."""
+    config, clients, prompts = alignment.config.refresh, alignment.clients, own_prompts(alignment)
+    assert config is not None
+    assert clients is not None
+    pairs = list(candidates(alignment, generation, dict.fromkeys(("pairs", "identical", "blank"), 0)))
+    key = generation.key(alignment).at("refresh")
+    for client in clients.names:
+        drawn = key.at("client", client).numpy().permutation(len(pairs))[: config.pairs]
+        yield client, records_of([pairs[place] for place in drawn], prompts)
 
 
 def _earlier(alignment: Alignment, generation: Generation) -> list[Generation]:
@@ -57,26 +84,21 @@ def _earlier(alignment: Alignment, generation: Generation) -> list[Generation]:
     return [Generation(each) for each in range(1, generation.number) if config.refreshed(each) == each]
 
 
-def _judged(alignment: Alignment, generation: Generation) -> list[dict[str, Any]]:
+def _judged(
+    alignment: Alignment, generation: Generation, scorers: Mapping[str, Scorer]
+) -> list[dict[str, Any]]:
     """Let every client judge, and return a row for each pair that it was asked about.
 
     ``score`` is 0 for a tie, and ``None`` if the judge gives no verdict.
     """
-    config, clients, prompts = alignment.config.refresh, alignment.clients, own_prompts(alignment)
-    assert config is not None
-    assert clients is not None
-    pairs = list(candidates(alignment, generation, dict.fromkeys(("pairs", "identical", "blank"), 0)))
+    asked = list(_asked(alignment, generation))
     path, name = generation.path(alignment, JUDGED), generation.stage("refresh")
-    key = generation.key(alignment).at("refresh")
-    asked = min(config.pairs, len(pairs))
-    done = whole_batches(path, [asked] * len(clients.names))
-    alignment.callback.on_stage_begin(name, done, len(clients.names))
+    done = whole_batches(path, [len(records) for _, records in asked])
+    alignment.callback.on_stage_begin(name, done, len(asked))
     waiting = list[str]()
-    for number, client in enumerate(clients.names[done:], done + 1):
-        drawn = key.at("client", client).numpy().permutation(len(pairs))[:asked]
-        records = records_of([pairs[place] for place in drawn], prompts)
+    for number, (client, records) in enumerate(asked[done:], done + 1):
         try:
-            usable, scores = clients.scorers[client].scores(records)
+            usable, scores = scorers[client].scores(records)
         except WaitingError as error:
             # The others are asked, too.
             waiting.append(str(error))
@@ -85,7 +107,7 @@ def _judged(alignment: Alignment, generation: Generation) -> list[dict[str, Any]
         found = dict(zip(usable.tolist(), scores[0].tolist(), strict=True))
         rows = [_row(client, record, found.get(place)) for place, record in enumerate(records)]
         append(path, rows, mode=0o600)
-        alignment.callback.on_stage_step(name, number, len(clients.names), {})
+        alignment.callback.on_stage_step(name, number, len(asked), {})
     if waiting:
         raise AlignError("\n".join(["let them judge, then continue with prefed align --resume:", *waiting]))
     return list(rows_in(path))

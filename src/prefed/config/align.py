@@ -307,11 +307,6 @@ class AlignConfig(StrictModel):
             return
         if self.generations is None:
             raise ValueError("[align.refresh] requires several generations: set generations")
-        if self.client_judge == SITE:
-            raise ValueError(
-                "[align.refresh] trains where the run is, and clients of a federation are at their sites: "
-                f"let them vote (labels = '{CLIENTS}')"
-            )
         if self.labels == CLIENTS or self.judge_name is not None or self.tastes is not None:
             given = f"labels = {self.labels!r}" if self.tastes is None else f"tastes = {self.tastes!r}"
             raise ValueError(f"[align.refresh] trains the selectors that label: remove it or {given}")

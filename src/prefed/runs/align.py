@@ -19,10 +19,10 @@ from prefed.align import (
     AlignError,
     Alignment,
     ClientPrompts,
+    Clients,
     KnownTastes,
     Scorer,
     Selectors,
-    Voters,
     check_inputs,
 )
 from prefed.align import align as run_stages
@@ -69,7 +69,7 @@ def align(
     *,
     stage: str | None = None,
     callbacks: Sequence[Callback] = (),
-    voters: Voters | None = None,
+    clients: Clients | None = None,
 ) -> dict[str, Any]:
     """Start or continue an alignment of the finished run in ``path``.
 
@@ -77,7 +77,7 @@ def align(
         config: the ``[align]`` table; defaults to :func:`read_settings`.
         stage: a stage to run again, with all stages after it.
         callbacks: receive the events of the stages, which are also logged in ``run.log``.
-        voters: the clients of a run over sites, which judge there (``client_judge = "site"``).
+        clients: those of a run over sites, which judge there (``client_judge = "site"``).
 
     Returns:
         The content of ``align/summary.json``; see :func:`prefed.align.align`.
@@ -102,7 +102,7 @@ def align(
         tracked_alignment(record.config, folder, Callbacks([*callbacks, log])) as reporting,
     ):
         source = _Source(record.path, config, reporting)
-        alignment = _alignment(record, config, source, voters)
+        alignment = _alignment(record, config, source, clients)
         if stage is not None or not (folder / SUMMARY).exists():
             source.check_tastes()
         _warn_of_collapse(record, config, reporting)
@@ -257,7 +257,7 @@ def _warn_of_collapse(record: RunRecord, config: AlignConfig, callback: Callback
 
 
 def _alignment(
-    record: RunRecord, config: AlignConfig, source: _Source, voters: Voters | None = None
+    record: RunRecord, config: AlignConfig, source: _Source, clients: Clients | None = None
 ) -> Alignment:
     experiment = recorded_experiment(record)
     count = getattr(experiment.method.settings, "selectors", 1)
@@ -273,7 +273,7 @@ def _alignment(
     check_judge(config)
     commit = RunReader(record.path).commit
     asked = {**experiment.selector.model_dump(), "max_length": experiment.data.max_length}
-    name, clients = config.judge_name, None
+    name = config.judge_name
     judge: Scorer | None = None
     origin: Any = [commit.digests.server, commit.fingerprint["model"], asked]
     judged: Mapping[str, Any] = {}
@@ -283,9 +283,9 @@ def _alignment(
     if config.client_judge == SITE:
         if not record.sites:
             raise AlignError(f"{record.path}: client_judge = 'site': this run has no sites; name a judge")
-        if voters is None:
+        if clients is None:
             raise AlignError(f"{record.path}: its clients judge at their sites: name the hub with --hub")
-        judge, origin = voters.votes, voters.identity
+        judged = clients.identity
     elif config.client_judge is not None:
         if record.sites or "peer" in record.summary or experiment.whole_graph is not None:
             hint = "; sites judge with client_judge = 'site'" if record.sites else ""
@@ -299,8 +299,8 @@ def _alignment(
             )
         clients = RunClients(source.run, config)
         judged = clients.identity
-        if config.labels == CLIENTS:
-            judge, origin = clients.votes, judged
+    if clients is not None and config.labels == CLIENTS:
+        judge, origin = clients.votes, judged
     return Alignment(
         folder=record.path / FOLDER,
         config=config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +24,39 @@ from prefed.runs.rounds import finish_rounds
 from prefed.runs.start_or_resume import open_run, settings_digest
 from prefed.store import RunReader
 
-_KEPT = {"encoding", "template", "today", "max_length", "too_long"}
+_KEPT = {"template", "today", "max_length", "too_long"}
 """Settings of a run's data that also apply to judged pairs."""
+ENDED = ("align", "track", "report", "stop", "checkpoint")
+"""Tables of a run that its refreshes do not have."""
+BY_CLIENT = {"by": "column", "column": "client"}
+"""The partition of judged pairs."""
+
+
+def refreshed_experiment(
+    run: Experiment, done: int, more: int, judging: Collection[str], clients: int, data: Mapping[str, Any]
+) -> Experiment:
+    """Return a run's experiment for further rounds on judged pairs.
+
+    Args:
+        done, more: rounds before and in the refresh.
+        judging: the clients with such pairs; who judged only ties sits the refresh out.
+        clients: number of clients that train in the run.
+        data: the sources and the partition of the pairs.
+    """
+    tables = run.tables()
+    for table in ENDED:
+        tables.pop(table, None)
+    kept = {name: value for name, value in tables["data"].items() if name in _KEPT}
+    if (size := run.cohort.of(clients)) is not None:
+        tables["cohort"] |= {"size": min(size, len(judging)), "fraction": None}
+    ranks = {client: rank for client, rank in run.merge.ranks.items() if client in judging}
+    tables |= {
+        "rounds": done + more,
+        "data": {**kept, **data},
+        "merge": {**tables["merge"], "ranks": ranks},
+        "evaluate": {"every": 0, "text": 0},
+    }
+    return Experiment.from_tables(tables, "the refresh")
 
 
 @dataclass
@@ -64,19 +95,23 @@ class RunClients:
         """See :class:`prefed.align.Clients`."""
         return {client: scorer.judge.identity for client, scorer in self.scorers.items()}
 
-    def train(self, pairs: Path, before: Path | None, folder: Path) -> str:
-        """Continue the run, or an earlier refresh, on judged pairs; see :class:`prefed.align.Clients`.
+    @property
+    def judge(self) -> None:
+        """See :class:`prefed.align.Clients`."""
+
+    def train(self, pairs: Path, before: Sequence[Path], folder: Path) -> str:
+        """Continue the run, or the last refresh, on judged pairs; see :class:`prefed.align.Clients`.
 
         ``folder`` is then a run directory, with the states and rounds of the continued run.
 
         Raises:
             RoundError: no client answered.
         """
-        record = read_run(before or self.run.record.path)
+        record = read_run(before[-1] if before else self.run.record.path)
         commit = replace(RunReader(record.path).commit, best=None)
         if not folder.exists():
             files.write(pairs.with_name(HELD_OUT), dumps(self._held_out()), mode=0o600)
-        experiment = self._experiment(recorded_experiment(record), commit.round, pairs)
+        experiment = self._experiment(commit.round, pairs)
         if not folder.exists():
             with prepared_run(folder) as partial:
                 data = build_data(experiment, partial / "cache" / "data").fingerprint
@@ -94,30 +129,14 @@ class RunClients:
             for row in getattr(dataset.clients[client], job.evaluate.split):
                 yield pair_row(client, dataset.tokens.record(row))
 
-    def _experiment(self, old: Experiment, done: int, pairs: Path) -> Experiment:
-        tables = old.tables()
-        for table in ("align", "track", "report", "stop", "checkpoint", "evaluate"):
-            tables.pop(table, None)
-        assert self.config.refresh is not None
-        kept = {name: value for name, value in tables["data"].items() if name in _KEPT}
-        # A client that judged only ties has no pairs to train on.
+    def _experiment(self, done: int, pairs: Path) -> Experiment:
         judging = {json.loads(line)["client"] for line in pairs.read_bytes().splitlines()}
-        ranks = {client: rank for client, rank in old.merge.ranks.items() if client in judging}
-        if (size := old.cohort.of(len(self.names))) is not None:
-            tables["cohort"] |= {"size": min(size, len(judging)), "fraction": None}
-        by_client, held_out = {"by": "column", "column": "client"}, pairs.with_name(HELD_OUT)
-        tables |= {
-            "rounds": done + self.config.refresh.rounds,
-            "data": {
-                **kept,
-                "train": str(pairs.resolve()),
-                **({"test": str(held_out.resolve())} if held_out.stat().st_size else {}),
-                "partition": by_client,
-            },
-            "merge": {**tables["merge"], "ranks": ranks},
-            "evaluate": {"every": 0, "text": 0},
-        }
-        return Experiment.from_tables(tables, "the refresh")
+        data: dict[str, Any] = {"train": str(pairs.resolve()), "partition": BY_CLIENT}
+        if (held_out := pairs.with_name(HELD_OUT)).stat().st_size:
+            data["test"] = str(held_out.resolve())
+        assert self.config.refresh is not None
+        old, rounds = recorded_experiment(self.run.record), self.config.refresh.rounds
+        return refreshed_experiment(old, done, rounds, judging, len(self.names), data)
 
     def selectors(self, folder: Path) -> Selectors:
         """Return the selectors of a refresh."""

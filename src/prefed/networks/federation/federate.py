@@ -27,7 +27,7 @@ from prefed.engines.server_rounds import Asked
 from prefed.engines.validation import longest_answer, summed_metrics
 from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.hub import Attempt, FederationBackend, Sites
-from prefed.networks.federation.messages import PACKAGES, Joined, own_version
+from prefed.networks.federation.messages import PACKAGES, Joined, Judged, own_version
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
 from prefed.privacy import Grid
 from prefed.privacy.secure import LEAST
@@ -143,7 +143,8 @@ def _run(
 ) -> Summary:
     run = known["run"] if known else secrets.token_hex(8)
     code = {name: own.record() for name, own in experiment.code().items()}
-    sites = Sites(transport, terms.federation, run, PREPARE, code)
+    judged = Judged.model_validate(known["judged"]) if known and known.get("judged") else None
+    sites = Sites(transport, terms.federation, run, PREPARE, code, judged)
     wanted = tuple(known["sites"]) if known else terms.sites
     if experiment.privacy.kind == "distributed":
         sites.secure, experiment = True, _with_colluders(experiment, len(wanted))
@@ -180,8 +181,7 @@ def _run(
     job = assemble_job(experiment, build_trainers(experiment, dataset, None))
     warn_of_like_selectors(experiment, job)
     # A resumed run must have the same sites, clients and pair counts.
-    roster = files.digest(json.dumps(clients, sort_keys=True).encode())
-    commit_start(experiment, job, writer, digests_of(experiment, job) | {"data": roster})
+    commit_start(experiment, job, writer, digests_of(experiment, job) | {"data": roster_digest(clients)})
     written = round_answers(experiment, job, writer.path, personal=False)
     announce(experiment, job, callback)
     members, unseen = sorted(homes), list(unseen_clients(experiment, dataset))
@@ -189,6 +189,7 @@ def _run(
     _, lost = _each(present, lambda site: sites.start(site, members, unseen, model), least)
     # Written before the first visit, because sites store states and answers under this run's name.
     about = {"federation": terms.federation, "run": run, "sites": clients}
+    about |= {"judged": judged.model_dump()} if judged else {}
     files.write(writer.path / FILE, json.dumps(about, indent=1).encode())
     sites.most = partial(longest_answer, job)
     backend = FederationBackend(sites, writer.states, homes, terms.visit, callback.on_warning)
@@ -405,6 +406,11 @@ def check_clients(
                 "start a new run"
             )
     return clients if known is None else dict(known["sites"])
+
+
+def roster_digest(clients: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
+    """The digest of a run's sites, clients and pair counts."""
+    return files.digest(json.dumps(clients, sort_keys=True).encode())
 
 
 def claim_lines(clients: Mapping[str, Mapping[str, list[int]]]) -> list[str]:

@@ -22,6 +22,7 @@ from prefed.data import FederatedDataset
 from prefed.data.dataset import CLIENTS, read_manifest
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.experiment import started_experiment
+from prefed.networks.federation.judging import config_of
 from prefed.networks.federation.limits import RefusalError
 from prefed.networks.federation.messages import Publish, check_download
 from prefed.networks.federation.vault import Vault, site_secret
@@ -183,7 +184,7 @@ def export_client(
         raise RunError(f"run {place.name}: {NOT_SENT}")
     given, message = published.read(name)
     private = _private(place, name, given, order["round"])
-    experiment = started_experiment(order, config)
+    experiment = started_experiment(order, config_of(config, order, place))
     with tempfile.TemporaryDirectory(prefix="prefed-pairs-") as scratch:
         pairs = _pairs(experiment, order["data"], state / "cache", Path(scratch, "data"))
         least = max(1, experiment.privacy.minimum_pairs)

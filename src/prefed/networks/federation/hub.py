@@ -31,6 +31,7 @@ from prefed.networks.federation.messages import (
     Hello,
     Join,
     Joined,
+    Judged,
     Keys,
     Leave,
     Publish,
@@ -104,6 +105,7 @@ class Sites:
     Args:
         timeout: seconds to wait for an answer that needs no training.
         code: the code from outside prefed that the experiment uses; see :class:`Join`.
+        judged: for the further rounds of a refresh.
 
     Attributes:
         most: client, exchange, round → the maximum bytes of an answer. The exchange of an evaluation is
@@ -120,11 +122,12 @@ class Sites:
         run: str,
         timeout: float,
         code: Mapping[str, dict[str, str]] | None = None,
+        judged: Judged | None = None,
     ) -> None:
         self.most: Callable[[str, str, int], int] = lambda client, exchange, number: MOST
         self._transport, self._timeout = transport, timeout
         self._common: dict[str, Any] = {"federation": federation, "run": run}
-        self._code = dict(code or {})
+        self._code, self._judged = dict(code or {}), judged
         self._experiment, self._members, self._unseen = "", list[str](), list[str]()
         self._order, self._model = "", ""
         self.secure, self.keys = False, dict[str, Keys]()
@@ -145,7 +148,7 @@ class Sites:
             UnreachableError: the site does not answer.
         """
         self._experiment = experiment
-        request = Join(**self._common, experiment=experiment, code=self._code)
+        request = Join(**self._common, experiment=experiment, code=self._code, judged=self._judged)
         return self._agreed(site, request, Joined, timeout)
 
     def start(

@@ -7,7 +7,7 @@ the first, −1 the second, and 0 for a tie or without a verdict.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,14 +17,16 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from prefed.align.judge.local import MEAN
 from prefed.align.judge.names import ALIKE
+from prefed.align.refresh import HELD_OUT, PAIRS, pair_row
 from prefed.config.align import judge_kind
 from prefed.core import files
 from prefed.data import FederatedDataset, Message, Record
 from prefed.data.record import plain_prompt
-from prefed.networks.federation.config import SiteJudge
+from prefed.networks.federation.config import SiteConfig, SiteJudge
 from prefed.networks.federation.limits import RefusalError
 from prefed.networks.federation.messages import what_is_wrong
 from prefed.runs.labels import ClientVotes, JudgeLabels, judge_over
+from prefed.runs.refresh import BY_CLIENT
 from prefed.store import client_file
 
 LONGEST_TEXT = 100_000
@@ -131,6 +133,86 @@ class SiteJudges:
         _, votes = ClientVotes([self._made[taste]]).scores(read_pairs(message))
         sent: bytes = votes[0].astype(np.int8).tobytes()
         return sent
+
+
+def keep_pairs(
+    run: Path, refreshes: Sequence[int], own: str, pairs: Sequence[Record], votes: Sequence[int]
+) -> int:
+    """Write what a client prefers, for the last refresh; return the number of pairs in all of them.
+
+    Args:
+        run: the folder of the run at the site.
+        own: the client's name at the site.
+    """
+    rows = (
+        pair_row(own, pair if vote > 0 else pair.swapped())
+        for pair, vote in zip(pairs, votes, strict=True)
+        if vote
+    )
+    path = _judged(run, refreshes[-1], own)
+    files.private_folder(path.parent.parent)
+    files.private_folder(path.parent)
+    files.write(path, b"".join(_line(row) for row in rows), mode=0o600)
+    return len(list(_lines(run, refreshes, [own])))
+
+
+def write_judged(
+    run: Path, refreshes: Sequence[int], dataset: FederatedDataset, split: str, folder: Path
+) -> None:
+    """Write the pairs of a refresh, and those that its clients are evaluated on.
+
+    Args:
+        run: the folder of the run whose policy was judged.
+        dataset: its data.
+        split: of the pairs to evaluate on.
+        folder: of the refresh.
+
+    Raises:
+        RefusalError: no client of this site judged in these refreshes.
+    """
+    lines = list(_lines(run, refreshes, dataset.clients))
+    if not lines:
+        raise RefusalError("no client of this site prefers a completion in these refreshes")
+    judging = {json.loads(line)["client"] for line in lines}
+    held_out = (
+        pair_row(client, dataset.tokens.record(row))
+        for client in sorted(judging)
+        for row in getattr(dataset.clients[client], split)
+    )
+    files.private_folder(folder)
+    files.write(folder / PAIRS, b"".join(lines), mode=0o600)
+    files.write(folder / HELD_OUT, b"".join(map(_line, held_out)), mode=0o600)
+
+
+def config_of(config: SiteConfig, order: Mapping[str, Any], folder: Path) -> SiteConfig:
+    """The settings of a site for a run; the data of a refresh are what its clients judged.
+
+    Args:
+        order: the site's record of the run.
+        folder: of the run.
+    """
+    if not order.get("judged"):
+        return config
+    test = {"test": str(folder / HELD_OUT)} if (folder / HELD_OUT).stat().st_size else {}
+    data = {"train": str(folder / PAIRS), **test, "partition": BY_CLIENT}
+    return config.model_copy(update={"data": data})
+
+
+def _judged(run: Path, refresh: int, own: str) -> Path:
+    return run / "judged" / str(refresh) / f"{client_file(own)}.jsonl"
+
+
+def _lines(run: Path, refreshes: Sequence[int], clients: Iterable[str]) -> Iterator[bytes]:
+    """Yield the rows of all refreshes, for each client in their order."""
+    for own in sorted(clients):
+        for path in (_judged(run, refresh, own) for refresh in refreshes):
+            if path.exists():
+                yield from path.read_bytes().splitlines(keepends=True)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    # Escapes keep control characters out of the file.
+    return json.dumps(row).encode() + b"\n"
 
 
 class Votes:

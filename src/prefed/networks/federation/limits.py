@@ -91,7 +91,7 @@ def _check_noise(privacy: Privacy, limits: Limits) -> None:
         )
 
 
-def check_same(run: str, known: Experiment, asked: Experiment) -> None:
+def check_same(run: str, known: Experiment, asked: Experiment, apart: Collection[str] = ()) -> None:
     """Refuse a different experiment under the name of a known run.
 
     The experiment decides what stays private. A different one could upload the private states of the run, or
@@ -99,11 +99,14 @@ def check_same(run: str, known: Experiment, asked: Experiment) -> None:
 
     Args:
         known: the experiment with which the run started at this site.
+        apart: tables that are not compared.
 
     Raises:
         RefusalError: the settings differ; the message names the first one.
     """
-    before, after = known.tables(), asked.tables()
+    before, after = (
+        {name: table for name, table in each.tables().items() if name not in apart} for each in (known, asked)
+    )
     if settings_digest(before) == settings_digest(after):
         return
     changed = (

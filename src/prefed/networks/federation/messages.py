@@ -63,6 +63,7 @@ def _pairs(counts: list[int]) -> list[int]:
     return counts
 
 
+RunName: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Key: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Signature: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Receipt: TypeAlias = Annotated[str, AfterValidator(_receipt)]
@@ -107,16 +108,32 @@ class Hello(Request):
     kind: Literal["hello"] = "hello"
 
 
+class Judged(Message):
+    """What a refresh trains on: pairs that clients judged in the alignment of a run.
+
+    Attributes:
+        run: the run.
+        after: the run, or its last refresh, whose rounds continue.
+        refreshes: the generations in which clients judged.
+    """
+
+    run: RunName
+    after: RunName
+    refreshes: Annotated[list[PositiveInt], Field(min_length=1)]
+
+
 class Join(Request):
     """Read the experiment of a run and report the site's clients.
 
     Attributes:
         code: name → :meth:`~prefed.core.plugins.Code.record` of each object from outside prefed at the hub.
+        judged: for the further rounds of a refresh.
     """
 
     kind: Literal["join"] = "join"
     experiment: str
     code: dict[str, dict[str, str]] = {}
+    judged: Judged | None = None
 
 
 class Start(Request):
@@ -145,9 +162,15 @@ class Visit(Request):
 
     @model_validator(mode="after")
     def _evaluates(self) -> Visit:
-        if self.kind != "visit" and self.exchange:
+        refresh = self.kind == "judge" and re.fullmatch(r"refresh(-[0-9]{1,6})+", self.exchange)
+        if self.kind != "visit" and self.exchange and not refresh:
             raise ValueError("only a visit names an exchange")
         return self
+
+    @property
+    def refreshes(self) -> list[int]:
+        """The generations in which the client judged, up to this request; empty for votes."""
+        return [int(number) for number in self.exchange.split("-")[1:]]
 
     def task(self, message: bytes) -> Task:
         """The task with its message."""

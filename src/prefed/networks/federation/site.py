@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from prefed.networks.federation.experiment import (
     started_experiment,
 )
 from prefed.networks.federation.final_models import take_in
-from prefed.networks.federation.judging import Votes, read_pairs
+from prefed.networks.federation.judging import Votes, config_of, keep_pairs, read_pairs, write_judged
 from prefed.networks.federation.limits import (
     RefusalError,
     check_experiment,
@@ -56,6 +56,7 @@ from prefed.networks.federation.messages import (
     BoundRequest,
     Forget,
     Join,
+    Judged,
     Keys,
     Leave,
     Publish,
@@ -78,6 +79,7 @@ from prefed.privacy.secure import Identity, Participant, SecureError
 from prefed.privacy.secure import check_members as check_sites
 from prefed.runs.build import code_digests
 from prefed.runs.data_notices import data_notices
+from prefed.runs.refresh import ENDED
 from prefed.store.directory import lock
 
 if TYPE_CHECKING:
@@ -197,7 +199,7 @@ class Site:
         with self._turn:
             match request:
                 case Join():
-                    return self._join(run, request.experiment, request.code)
+                    return self._join(run, request.experiment, request.code, request.judged)
                 case Start():
                     return self._start(run, request.members, request.unseen)
                 case Visit(kind="judge"):
@@ -214,11 +216,16 @@ class Site:
                     self._stop()
         return pack()
 
-    def _join(self, run: str, text: str, code: dict[str, dict[str, str]]) -> bytes:
+    def _join(
+        self, run: str, text: str, code: dict[str, dict[str, str]], judged: Judged | None = None
+    ) -> bytes:
         """Read the experiment of a run and report the site's clients."""
         try:
             known = self._read_order(run)
             check_withdrawn(self._withdrawn, known and known["names"])
+            about = {"judged": judged and judged.model_dump()}
+            if known is not None and known.get("judged") != about["judged"]:
+                raise RefusalError(f"run {run} started here with other pairs: start a new run")
             experiment = own_experiment(text, self.config, self._withdrawn)
             check_experiment(experiment, self.config)
             check_code(experiment, code)
@@ -226,6 +233,9 @@ class Site:
             check_approved(text, experiment, self.config)
             if known is not None:
                 check_same(run, own_experiment(known["experiment"], self.config, self._withdrawn), experiment)
+            if judged is not None and known is None:
+                self._take_judged(run, judged, experiment)
+            experiment = own_experiment(text, self._config_of(run, about), self._withdrawn)
         except ConfigError as error:
             raise RefusalError(str(error)) from error
         dataset = own_dataset(experiment, self._state / "cache")
@@ -237,11 +247,35 @@ class Site:
         if known is not None and known["data"] != dataset.fingerprint:
             raise RefusalError(CHANGED)
         clients = {reported: list(dataset.sizes[name]) for name, reported in names.items()}
-        order = known or {"data": dataset.fingerprint, "round": 0}
+        order = known or {"data": dataset.fingerprint, "round": 0, **about}
         self._write_order(run, {**order, "experiment": text, "code": code, "names": names, "pairs": clients})
         reported = ", ".join(f"{name} {sum(n)} pairs" for name, n in clients.items())
         self.log.add("join", run=run, reported=reported, digest=asked[0], code=asked[1])
         return pack(clients=clients, versions={name: own_version(name) for name in PACKAGES})
+
+    def _take_judged(self, run: str, judged: Judged, asked: Experiment) -> None:
+        """Take over the pairs that clients judged in an alignment, and the private states of its run.
+
+        Raises:
+            RefusalError: no client judged, or the private states are of a run with other settings.
+        """
+        runs = self._state / "runs"
+        order, after = self._read_order(judged.run), self._read_order(judged.after)
+        if order is None or after is None or not self.config.limits.judgements:
+            raise RefusalError("[limits] judgements: no client of this site judged for these rounds")
+        if judged.after != judged.run and (after.get("judged") or {}).get("run") != judged.run:
+            raise RefusalError(f"run {judged.after} is no refresh of run {judged.run}")
+        experiment = self._experiment_of(judged.run, order)
+        # Clients without pairs have no rank any more.
+        merge = asked.merge.model_copy(update={"ranks": experiment.merge.ranks})
+        asked = asked.model_copy(update={"merge": merge})
+        check_same(judged.run, experiment, asked, ("data", "evaluate", "cohort", *ENDED))
+        dataset, split = own_dataset(experiment, self._state / "cache"), experiment.evaluate.split
+        write_judged(runs / judged.run, judged.refreshes, dataset, split, runs / run)
+        Vault(runs / run / "clients", self._secret).copy_from(runs / judged.after / "clients")
+
+    def _config_of(self, run: str, order: Mapping[str, Any]) -> SiteConfig:
+        return config_of(self.config, order, self._state / "runs" / run)
 
     def _start(self, run: str, members: list[str], unseen: list[str]) -> bytes:
         """Start or continue a run with the members that the hub lists."""
@@ -274,7 +308,7 @@ class Site:
         if self._experiment is not None and (self._run, self._order) == (run, _digest(order)):
             return self._experiment
         check_withdrawn(self._withdrawn, order["names"])
-        experiment = started_experiment(order, self.config, self._withdrawn)
+        experiment = started_experiment(order, self._config_of(run, order), self._withdrawn)
         check_experiment(experiment, self.config)
         check_approved(order["experiment"], experiment, self.config)
         check_members(experiment, self.config, len({*order["members"]} - {*order["unseen"]}))
@@ -286,7 +320,7 @@ class Site:
         if (self._run, self._order) == (run, digest) and self._worker is not None:
             return
         experiment = self._experiment_of(run, order)
-        check_places(self.config)
+        check_places(self._config_of(run, order))
         self._stop()
         folder = self._state / "runs" / run
         names, judge = order["names"], self.config.judge
@@ -365,13 +399,14 @@ class Site:
         order, limits, judge = self._read_order(run) or {}, self.config.limits, self.config.judge
         if not ("exchanges" in order and "pairs" in order) or _digest(order) != request.order:
             return pack(unknown=True)
-        _own_client(order, request.round, request.client)
+        own = _own_client(order, request.round, request.client)
         if judge is None or not limits.judgements:
             raise RefusalError("[limits] judgements = 0: clients of this site judge no completions")
         if self._experiment_of(run, order).privacy.kind is not None:
             raise RefusalError("[privacy]: votes have no noise, and this run promises noise")
-        pairs, asked = len(read_pairs(body)), files.digest(body)
-        votes = Votes(self._state / "runs" / run, request.client, judge)
+        records, asked = read_pairs(body), files.digest(request.exchange.encode() + body)
+        folder, pairs = self._state / "runs" / run, len(records)
+        votes = Votes(folder, request.client, judge)
         if asked not in votes.given:
             if (total := votes.count + pairs) > limits.judgements:
                 raise RefusalError(
@@ -382,7 +417,14 @@ class Site:
             votes.keep(asked, self._work(run, order, request.task(body), None)["message"])
         given = votes.given[asked]
         about: dict[str, Any] = {"run": run, "round": request.round, "client": request.client}
-        self.log.add("judge", **about, bytes=pairs, votes=given, judge=judge.name, request=asked)
+        about |= {"judge": judge.name, "request": asked}
+        if request.refreshes:
+            total = keep_pairs(folder, request.refreshes, own, records, given)
+            sent = json.dumps(total).encode()
+            self.log.add("refresh", **about, bytes=len(sent), figures={"pairs": total})
+            self._say(f"run {run[:8]}: {request.client} judged {pluralize(pairs, 'pair', 'pairs')}")
+            return pack(sent)
+        self.log.add("judge", **about, bytes=pairs, votes=given)
         self._say(f"run {run[:8]}: {request.client}, {pluralize(pairs, 'vote', 'votes')}")
         return pack(np.array(given, np.int8).tobytes())
 
@@ -527,7 +569,7 @@ class Site:
         if "order" not in order or _digest(order) != request.order:
             return pack(unknown=True)
         check_withdrawn(self._withdrawn, order["names"])
-        rounds = own_experiment(order["experiment"], self.config).rounds
+        rounds = own_experiment(order["experiment"], self._config_of(run, order)).rounds
         number = take_in(self._state / "runs" / run, order, rounds, self._secret, request, body)
         self.log.add("published", run=run, round=number)
         self._say(f"run {run[:8]}: ended after round {number}; export its models with `prefed site export`")
@@ -547,6 +589,9 @@ class Site:
             self._answers.clear()
             self._steps = "", {}
             order = {"names": order["names"], "forgotten": delete_run(self.config, run)}
+            for refresh in self._refreshes(run):
+                delete_run(self.config, refresh)
+                self._order_path(refresh).unlink()
             if path.exists():
                 self._write_order(run, order)
         self._say(f"run {run[:8]}: deleted, because clients withdrew")
@@ -557,6 +602,15 @@ class Site:
         return pack(
             statement=statement, identity=own.public.hex(), signature=own.sign(statement.encode()).hex()
         )
+
+    def _refreshes(self, run: str) -> list[str]:
+        """The runs that continue a run on what its clients judged."""
+        found = list[str]()
+        for path in (self._state / "runs").glob("*/order.json"):
+            order = files.loads_with_digest(path.read_bytes())
+            if (order.get("judged") or {}).get("run") == run:
+                found.append(path.parent.name)
+        return found
 
     def _work(self, run: str, order: dict[str, Any], task: Task, state: bytes | None) -> dict[str, Any]:
         """Run a task in the training process. If the process dies, it is restarted once."""

@@ -35,8 +35,8 @@ from prefed.ui.cli.output import print_json, print_progress, progress_console, t
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from prefed.align import Voters
-    from prefed.config import Experiment
+    from prefed.align import Clients
+    from prefed.config import AlignConfig, Experiment
     from prefed.runs.sweep import SweepCell
 
 
@@ -389,16 +389,17 @@ def align(
         bool, typer.Option("--resume", help="Continue the alignment in the directory, with its settings.")
     ] = False,
     hub: Annotated[
-        Path | None, typer.Option(help="For a run whose clients vote at their sites: the hub's folder.")
+        Path | None, typer.Option(help="For a run whose clients judge at their sites: the hub's folder.")
     ] = None,
     sites: Annotated[
-        str | None, typer.Option(metavar="A,B", help="With --hub: the sites that vote (default: all).")
+        str | None,
+        typer.Option(metavar="A,B", help="With --hub: the sites whose clients judge (default: all)."),
     ] = None,
     wait: Annotated[
         float, typer.Option(min=0, help="With --hub: seconds to wait for all sites to connect.")
     ] = 120.0,
     visit: Annotated[
-        float, typer.Option(min=1, help="With --hub: timeout of a client's votes in seconds.")
+        float, typer.Option(min=1, help="With --hub: timeout of a client's task in seconds.")
     ] = 600.0,
 ) -> None:
     """Align a model with a finished run's selectors, on prompts only."""
@@ -432,9 +433,9 @@ def align(
         console = progress_console()
         console.print(f"{config.prompts.path} → {folder}", markup=False, soft_wrap=True)
         callbacks = terminal(console)
-        terms = record.path, hub, sites, wait, visit
-        with _site_voters(*terms, Callbacks(callbacks).on_warning) as voters:
-            done = align_run(run, config, stage=stage, callbacks=callbacks, voters=voters)
+        terms = hub, sites, wait, visit
+        with _site_clients(record.path, config, *terms, Callbacks(callbacks).on_warning) as clients:
+            done = align_run(run, config, stage=stage, callbacks=callbacks, clients=clients)
         training = done["train"]
         kept = training["epochs"][training["kept"] - 1]
         generation = f", generation {kept['generation']}" if "generation" in kept else ""
@@ -455,10 +456,16 @@ def align(
 
 
 @contextmanager
-def _site_voters(
-    run: Path, hub: Path | None, sites: str | None, wait: float, visit: float, warn: Callable[[str], None]
-) -> Iterator[Voters | None]:
-    """Open the sites of a run, whose clients vote; nothing without a hub."""
+def _site_clients(
+    run: Path,
+    config: AlignConfig,
+    hub: Path | None,
+    sites: str | None,
+    wait: float,
+    visit: float,
+    warn: Callable[[str], None],
+) -> Iterator[Clients | None]:
+    """Open the sites of a run, whose clients judge; nothing without a hub."""
     if hub is None:
         yield None
         return
@@ -468,12 +475,12 @@ def _site_voters(
     from prefed.networks.federation.federate import Terms
     from prefed.networks.federation.flare.kits import Kits
     from prefed.networks.federation.flare.transport import FlareTransport
-    from prefed.networks.federation.voters import site_voters
+    from prefed.networks.federation.site_clients import site_clients
 
     kits = Kits.open(hub)
     terms = Terms(kits.federation, tuple(sites.split(",")) if sites else (), wait, visit=visit)
     with (
         FlareTransport(kits) as transport,
-        site_voters(run, transport, terms, warn, print_progress) as voters,
+        site_clients(run, config, transport, terms, warn, print_progress) as clients,
     ):
-        yield voters
+        yield clients
