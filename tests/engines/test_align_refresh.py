@@ -222,7 +222,7 @@ def test_a_client_that_judged_only_ties_sits_a_refresh_out(place, tmp_path, monk
     tables = small_experiment(place, rounds=1, method=method)
     lines = (place / "test.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "test.jsonl").write_text("".join(line for line in lines if "right" in line))
-    tables["data"] |= {"max_length": 64, "test": str(tmp_path / "test.jsonl")}
+    tables["data"] |= {"max_length": 64, "test": str(tmp_path / "test.jsonl"), "encoding": "latin-1"}
     tables |= {"cohort": {"fraction": 1.0}, "merge": {"ranks": {"left": 1, "right": 2}}}
     path = tmp_path / "run"
     run(Experiment.from_tables(tables, "x.toml"), path)
@@ -230,6 +230,13 @@ def test_a_client_that_judged_only_ties_sits_a_refresh_out(place, tmp_path, monk
     folder = path / "align/generations/1"
     assert {row["client"] for row in rows(folder, "pairs.jsonl")} == {"right"}
     assert [record["cohort"] for record in RunReader(folder / "refresh").rounds()[1:]] == [["right"]]
+    # The run's encoding is that of its own files.
+    tokens, written = (
+        load_run(folder / "refresh", data=True).trainers.dataset.tokens,
+        rows(folder, "pairs.jsonl"),
+    )
+    assert not "".join(row["chosen"] for row in written).isascii()
+    assert {tokens.record(row).chosen for row in range(len(written))} == {row["chosen"] for row in written}
 
 
 def test_clients_vote(finished, place, tmp_path, monkeypatch):

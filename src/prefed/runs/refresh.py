@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prefed.align import Selectors
+from prefed.align import AlignError, Selectors
 from prefed.align.judge.names import ALIKE, split_name
 from prefed.align.refresh import HELD_OUT, pair_row
 from prefed.align.stages import dumps
 from prefed.config import AlignConfig, Experiment, to_toml
 from prefed.core import files
+from prefed.core.text import listed
 from prefed.runs.build import build_data, build_job
 from prefed.runs.continued_run import copy_commits, prepared_run
 from prefed.runs.finished_run import read_run
@@ -33,21 +34,35 @@ BY_CLIENT = {"by": "column", "column": "client"}
 
 
 def refreshed_experiment(
-    run: Experiment, done: int, more: int, judging: Collection[str], clients: int, data: Mapping[str, Any]
+    run: Experiment,
+    done: int,
+    more: int,
+    judging: Collection[str],
+    clients: Sequence[str],
+    data: Mapping[str, Any],
 ) -> Experiment:
     """Return a run's experiment for further rounds on judged pairs.
 
     Args:
         done, more: rounds before and in the refresh.
         judging: the clients with such pairs; who judged only ties sits the refresh out.
-        clients: number of clients that train in the run.
+        clients: those that train in the run.
         data: the sources and the partition of the pairs.
+
+    Raises:
+        AlignError: the method cannot do without a client.
     """
+    missing = [client for client in clients if client not in judging]
+    if missing and getattr(run.method.settings, "prior", "standard") != "standard":
+        raise AlignError(
+            f"{run.method.name}: a client's prior has the posteriors of all clients, but {listed(missing)} "
+            "judged only ties: raise refresh.pairs or temperature"
+        )
     tables = run.tables()
     for table in ENDED:
         tables.pop(table, None)
     kept = {name: value for name, value in tables["data"].items() if name in _KEPT}
-    if (size := run.cohort.of(clients)) is not None:
+    if (size := run.cohort.of(len(clients))) is not None:
         tables["cohort"] |= {"size": min(size, len(judging)), "fraction": None}
     ranks = {client: rank for client, rank in run.merge.ranks.items() if client in judging}
     tables |= {
@@ -136,7 +151,7 @@ class RunClients:
             data["test"] = str(held_out.resolve())
         assert self.config.refresh is not None
         old, rounds = recorded_experiment(self.run.record), self.config.refresh.rounds
-        return refreshed_experiment(old, done, rounds, judging, len(self.names), data)
+        return refreshed_experiment(old, done, rounds, judging, self.names, data)
 
     def selectors(self, folder: Path) -> Selectors:
         """Return the selectors of a refresh."""

@@ -236,7 +236,7 @@ def status_lines(config: SiteConfig, last: int) -> Iterator[str]:
     asked += [f"epsilon at most {limits.epsilon:g} at delta {limits.delta:g}"] if limits.epsilon else []
     yield f"  noise: {', '.join(asked) or 'optional'}"
     if limits.judgements:
-        yield f"  votes: each client on at most {limits.judgements:,} pairs of completions in a run"
+        yield f"  judgements: each client at most {limits.judgements:,} pairs of completions in a run"
     yield from _spent(config)
     entries = list(SentLog.of(config).entries())
     yield from _keys(config, entries)

@@ -154,8 +154,8 @@ class Limits(StrictModel):
     judgements: int = Field(
         0,
         ge=0,
-        description="maximum number of pairs of completions on which a client votes in a run, with [judge]; "
-        "the votes reach the hub without noise; 0: none",
+        description="maximum number of pairs of completions that a client judges in a run, with [judge]; "
+        "votes reach the hub without noise, and in a refresh the number of pairs; 0: none",
     )
     message_mb: int = Field(4096, ge=1, description="maximum length of a message in MiB")
     visit_seconds: float = Field(0, ge=0, description="time limit of a visit in seconds; 0: no limit")

@@ -92,7 +92,7 @@ minimum_cohort = 2
 minimum_pairs = 0
 # privacy = "local"         # require noise that is added at this site; "distributed": at each site
 evaluate = true
-# judgements = 10000        # with [judge]: pairs of completions on which a client votes in a run
+# judgements = 10000        # with [judge]: pairs of completions that a client judges in a run
 
 # How clients judge completions of the hub: utility, selector:RUN, reward:FOLDER, …
 # [judge]

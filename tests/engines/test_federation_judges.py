@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tomli_w
+import torch
+from safetensors.torch import load_file
 
 from alignments import Killed, content, rows
 from federating import Here, Within, experiment, site_config
@@ -27,15 +29,19 @@ from prefed.engines.tasks import MemoryStates
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import line_of
 from prefed.networks.federation.config import SiteJudge
+from prefed.networks.federation.decisions import withdraw
 from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.final_models import export_client
 from prefed.networks.federation.forget import plan
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.judging import SiteJudges, read_pairs, write_pairs
 from prefed.networks.federation.messages import FORMAT, VERSION, order_digest
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.site_clients import SiteClients, site_clients
+from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.unix_socket import HEADER, pack, unpack
 from prefed.runs.align import align
+from prefed.runs.export import write_model
 from prefed.runs.labels import JUDGES
 from prefed.store import RunReader
 from preferences import jsonl
@@ -128,8 +134,12 @@ def vote(path, sites, config, terms=TERMS, **options):
 
 def results(path):
     """What clients' votes lead to: scores, labels, every checkpoint and the adapter."""
-    kept = ("scores.jsonl", "labels.jsonl", "completions.jsonl", ".safetensors")
-    return {name: data for name, data in content(path / "align").items() if name.endswith(kept)}
+    kept, private = (
+        ("scores.jsonl", "labels.jsonl", "completions.jsonl", ".safetensors"),
+        "checkpoint/clients",
+    )
+    found = content(path / "align").items()
+    return {name: data for name, data in found if name.endswith(kept) and private not in name}
 
 
 def test_sites_vote_as_in_one_process(place, finished, copy):
@@ -352,7 +362,8 @@ def voting(sites):
     asked = Sites(Within(sites), "wards", "0" * 16, 1.0)
     asked.most = lambda *_: 0
     backend, terms = FederationBackend(asked, MemoryStates(), homes, 1.0, said.append), TERMS
-    return SiteClients(Path(), None, {}, homes, 1, backend, Within(sites), terms)
+    config = SimpleNamespace(refresh=SimpleNamespace(pairs=2))
+    return SiteClients(Path(), config, {}, homes, 1, backend, Within(sites), terms)
 
 
 def test_votes_are_in_the_order_of_clients_and_a_site_that_is_away_is_named():
@@ -429,7 +440,7 @@ REFRESH = {"labels": "majority", "refresh": {"every": 1, "pairs": 6}, "generatio
 
 
 def loops(path):
-    """What a loop with refreshes leads to: labels, checkpoints, the adapter, and the states of each refresh."""
+    """What a loop with refreshes leads to: labels, checkpoints, the adapter and the states of refreshes."""
     commits = [RunReader(path / f"align/generations/{number}/refresh").commit for number in (1, 2)]
     return results(path), [(commit.round, commit.digests.server) for commit in commits]
 
@@ -455,3 +466,159 @@ def test_sites_refresh_as_in_one_process(place, finished, tmp_path_factory, copy
     assert loops(copy / "over") == loops(alone)
     folder = copy / "over/align/generations"
     assert not [*folder.rglob("judged.jsonl"), *folder.rglob("pairs.jsonl"), *folder.rglob("held-out.jsonl")]
+
+
+@pytest.mark.parametrize("method", ["fedvpa", "fedbiscuit", "fedbis"])
+def test_private_states_and_groups_go_on(place, tmp_path, method):
+    """FedVPA-GP's clients have private states, which a refresh continues at their sites; the hub has
+    FedBiscuit's groups. A client that finds all completions alike sits it out, except of FedVPA-GP, whose
+    priors are over all clients. With FedBis, under made-up names, which draw other numbers."""
+    more = {"selectors": 2, "warmup_rounds": 1} if method == "fedbiscuit" else {}
+    asked, named = experiment(place, method, rounds=2, **more), method != "fedbis"
+    sites = opened(place, tmp_path, disclose={"names": named, "pairs": True})
+    federate(asked, tmp_path / "over", Within(sites), TERMS)
+    change = {**REFRESH, "generations": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIGNS, "w1", 0)
+        if method == "fedvpa":
+            with pytest.raises(
+                AlignError, match=r"fedvpa: .* but 'w1' judged only ties: raise refresh.pairs"
+            ):
+                vote(tmp_path / "over", sites, settings(place, **change))
+            patch.setitem(SIGNS, "w1", -1)
+            change["refresh"] = {**change["refresh"], "pairs": 7}
+        vote(tmp_path / "over", sites, settings(place, **change))
+        if named:
+            run(asked, tmp_path / "alone")
+            align(tmp_path / "alone", settings(place, **change, client_judge="liking"))
+            assert results(tmp_path / "over") == results(tmp_path / "alone")
+    refresh = tmp_path / "over/align/generations/1/refresh"
+    clients = json.loads((refresh / "federation.json").read_bytes())["sites"]
+    assert {site: len(own) for site, own in clients.items()} == {"one": 1, "two": 1 + (method == "fedvpa")}
+    assert all((client in DATA[site]) == named for site, own in clients.items() for client in own)
+    if method == "fedvpa":
+        name = json.loads((refresh / "federation.json").read_bytes())["run"]
+        (here,) = (tmp_path / "site-w0/runs" / name / "clients").glob("w0@000003-*")
+        there = tmp_path / "alone/align/generations/1/refresh/checkpoint/clients/w0@000003.safetensors"
+        assert here.read_bytes() == there.read_bytes()
+    closed(sites)
+
+
+@pytest.fixture
+def joins(asks, copy):
+    """Let a client judge for a refresh, and ask its site to join one."""
+
+    def make(changes=lambda tables: None, count=True, **judged):
+        ask = asks(limits={"judgements": 100})
+        known = json.loads((copy / "over/federation.json").read_bytes())["run"]
+        if count:
+            assert ask(exchange="refresh-1") == ({}, b"3")
+        order = files.loads_with_digest((copy / f"site-w1w2/runs/{known}/order.json").read_bytes())
+        tables = tomllib.loads(order["experiment"])
+        tables |= {"rounds": 2, "evaluate": {"every": 0, "text": 0}}
+        del tables["data"]["test_fraction"]
+        changes(tables)
+        judged = {"run": known, "after": known, "refreshes": [1], **judged}
+        request = {"kind": "join", "run": "b" * 16, "experiment": tomli_w.dumps(tables), "code": {}}
+        header = {"federation": "wards", "prefed": VERSION, "format": FORMAT, **request, "judged": judged}
+        return ask, unpack(ask.site.answer(pack(**header)))[0]
+
+    return make
+
+
+def test_a_site_joins_a_refresh_with_what_its_clients_judged(joins, copy):
+    """Only with clients that judged; equal pairs count once. The files have no character that a terminal
+    obeys."""
+    ask, joined = joins()
+    assert joined["clients"] == {"w2": [1, 0, 2]}
+    evil = [{"prompt": "\x1b[2J?", "first": " \x07", "second": " \x9b\u202e", "extra": {"x": "\x00"}}]
+    assert ask(evil, exchange="refresh-1-2") == ({}, b"4")
+    assert ask(evil, exchange="refresh-2") == ({}, b"1")
+    written = [path.read_bytes() for path in (copy / "site-w1w2/runs").rglob("judged/*/*")]
+    assert len(written) == 2
+    assert all(32 <= byte < 127 or byte == 10 for data in written for byte in data)
+    entries = [entry for entry in ask.site.log.entries() if entry["what"] == "refresh"]
+    assert [entry["figures"] for entry in entries] == [{"pairs": 3}, {"pairs": 4}, {"pairs": 1}]
+    assert not any("votes" in entry for entry in entries)
+    assert line_of(entries[0]).endswith("refresh  w2  1 B: pairs 3")
+    ask.site.close()
+    assert joins(count=False, refreshes=[1, 2])[1]["refused"].endswith("with other pairs: start a new run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "judged", "reason"),
+    [
+        (None, {"run": "c" * 16}, "[limits] judgements: no client of this site judged for these rounds"),
+        (None, {"after": "c" * 16}, "[limits] judgements: no client of this site judged for these rounds"),
+        (None, {"run": "../../../etc/xy"}, "invalid request (join): judged.run"),
+        (None, {"refreshes": []}, "invalid request (join): judged.refreshes"),
+        (None, {"refreshes": [2]}, "no client of this site prefers a completion in these refreshes"),
+        (lambda t: t["model"]["lora"].update(rank=3), {}, "different settings (model.lora.rank = 3"),
+        (lambda t: t["method"].update(local_steps=9), {}, "different settings (method.local_steps = 9"),
+        (lambda t: t.update(rounds=2000), {}, "[limits] rounds: 2,000 requested, at most 1,000 allowed"),
+    ],
+)
+def test_a_hub_cannot_continue_what_nobody_judged(joins, copy, changes, judged, reason):
+    """Nor with other settings, which could send private states. Nothing is written."""
+    _, answer = joins(changes or (lambda tables: None), **judged)
+    assert reason in answer["refused"], answer
+    assert not (copy / "site-w1w2/runs" / ("b" * 16)).exists()
+
+
+@pytest.mark.parametrize("message", [b"NaN", b"true", b"-1", b"3", b"1.5", b'"1"', b"[" * 9999, b"", b"\xff"])
+def test_what_is_no_number_of_pairs_ends_the_alignment_by_name(message):
+    """Of two pairs, a client cannot keep three."""
+    voters = voting({"one": answering(b"1"), "two": answering(message)})
+    with pytest.raises(AlignError, match="site 'two', client 'w1': its answer is no number of pairs up to 2"):
+        voters.judge([1], {"w0": RECORDS, "w1": RECORDS})
+
+
+class Lying(Within):
+    """Site two reports another number of pairs, or another client, when it joins a refresh."""
+
+    def __init__(self, sites, change):
+        super().__init__(sites)
+        self.change = change
+
+    def call(self, site, request, timeout, most):
+        answer, header = super().call(site, request, timeout, most), unpack(request)[0]
+        if site != "two" or header["kind"] != "join" or header["judged"] is None:
+            return answer
+        joined, body = unpack(answer)
+        return pack(body, **{**joined, "clients": self.change(joined["clients"])})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda clients: {**clients, "w1": [7, 0, 2]},
+        lambda clients: {**clients, "stranger": [1, 0, 0]},
+        lambda clients: {**clients, "w0": [1, 0, 0]},
+    ],
+)
+def test_a_site_that_joins_with_other_pairs_is_named(place, copy, change):
+    sites = opened(place, copy)
+    named = "site 'two' reports more pairs than its clients have judged|'two' both have a client 'w0'"
+    with pytest.raises((AlignError, FederationError), match=named):
+        vote(copy / "over", Lying(sites, change), settings(place, **REFRESH))
+    closed(sites)
+
+
+def test_refreshes_are_exported_and_forgotten_with_their_run(place, copy):
+    """The site exports the newest selectors. When its hub forgets a client, no judged pair is left."""
+    sites = opened(place, copy)
+    vote(copy / "over", sites, settings(place, **REFRESH))
+    closed(sites)
+    config = site_config(place, copy, "w1w2", name="two")
+    export_client(config, copy / "own", client="w2")
+    write_model(copy / "over/align/generations/2/refresh", copy / "hubs")
+    one, other = (load_file(copy / name / "adapter_model.safetensors") for name in ("own", "hubs"))
+    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+    withdraw(config, "w1", "Dr Ada", "asked for it")
+    sites = opened(place, copy)
+    known = json.loads((copy / "over/federation.json").read_bytes())["run"]
+    Sites(Within(sites), "wards", known, 1.0).forget("two", ["w1"])
+    closed(sites)
+    runs = copy / "site-w1w2/runs"
+    assert [path.name for path in runs.rglob("*") if path.is_file()] == ["order.json"]
+    assert f"runs/{known}/judged" in str([*sites["two"].log.entries()])
