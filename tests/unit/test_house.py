@@ -259,9 +259,9 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_210, "the objective grpo"),
     "src/prefed/ui/": (7_599, "prefed align over sites"),
-    "experiments/tests/": (2_200, "tests of experiment programs stand next to these"),
+    "experiments/tests/": (2_270, "tests of experiment programs stand next to these"),
     "tests/": (2_500, "a parser of pages that two files had"),
-    "tests/cli/": (4_830, "tables of inputs are one test with a subtest a row"),
+    "tests/cli/": (4_810, "tables of inputs are one test with a subtest a row"),
     "tests/engines/": (
         11_513,
         "refreshes over sites, equal to one process; hubs and sites that lie about them",
@@ -269,7 +269,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "tests/golden/": (4_960, "par against a plain policy gradient"),
     "tests/laws/": (1_885, "examples that make test samples"),
     "tests/unit/": (
-        20_790,
+        20_560,
         "how much a client moves a sum of metrics; discrete noise by plain whole numbers",
     ),
     # Words.

@@ -1,8 +1,7 @@
-"""Tables of experiments: what a table's file may say, and what the tables of the results hold."""
+"""Tables of experiments: what a table's file may say."""
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -12,12 +11,9 @@ from typer.testing import CliRunner
 
 from prefed.config import ConfigError, Experiment
 from prefed.config.experiment_table import load_cell, load_table
-from prefed.runs.sweep import sweep_cells
 from prefed.ui.cli import app
 
 HERE = Path(__file__).resolve().parents[2] / "experiments"
-EVERY = {path.stem: sweep_cells(path, Path("out")) for path in sorted((HERE / "tables").glob("*.toml"))}
-"""Table → its cells, for the tables of the page of results."""
 TABLE = """\
 title = "A table"
 seeds = [1, 2]
@@ -204,24 +200,8 @@ def test_a_table_is_run_by_its_cells(table, tmp_path):
     assert "no such file" in error("run", tmp_path / "none.toml", "--cell", "few/shared")
 
 
-def test_the_readmes_name_files_and_cells_that_are_there():
-    pages = [(path, path.read_text("utf-8")) for path in sorted(HERE.rglob("*.md"))]
-    files = [(path, file) for path, text in pages for file in re.findall(r"experiments/(\S+\.toml)", text)]
-    cells = [pair for _, text in pages for pair in re.findall(r"experiments/(\S+\.toml) --cell (\S+)", text)]
-    assert [(path, file) for path, file in files if not list(HERE.glob(file))] == []
-    assert len([load_cell(HERE / file, cell) for file, cell in cells]) >= 4
-
-
-# What the tables hold
-
-
-def settings_of(cell):
-    """The method of a cell's run, with its settings."""
-    return cell.run_of(42, {"lr": 1e-3}).experiment.method
-
-
 def test_every_experiment_file_loads(subtests):
-    """Also those whose other tests are marked ``rare``."""
+    """Also those whose other tests are in ``experiments/tests``."""
     found = Counter()
     for path in sorted(HERE.rglob("*.toml")):
         with subtests.test(path.relative_to(HERE).as_posix()):
@@ -235,49 +215,3 @@ def test_every_experiment_file_loads(subtests):
                 found["files"] += 1
     assert found["files"] >= 4
     assert found["cells"] > 300
-
-
-def test_every_cell_of_every_table_is_a_valid_experiment():
-    """At each of its rates and seeds, into a folder of its own; three seeds, rates in steps of three."""
-    assert sorted(EVERY) == ["fedpdpo", "harmless", "opposed", "opposed-ppo", "opposed-sgd", "personas"]
-    folders: list[Path] = []
-    for name, cells in EVERY.items():
-        for each in cells:
-            assert each.table.seeds == [42, 43, 44]
-            assert each.table.further >= 4
-            for lr in each.definition.rates:
-                run = each.run_of(42, {"lr": lr})
-                experiment = run.experiment
-                assert isinstance(experiment, Experiment)
-                assert (experiment.method.settings.lr, experiment.seed) == (lr, 42)
-                assert (experiment.evaluate.split, experiment.engine.threads) == ("validation", 1)
-                folders.append(run.out)
-                personal = getattr(experiment.method.settings, "personal_lr", lr)
-                assert personal in (None, lr)  # None: as lr
-                assert run.out == Path("out") / name / f"{each.definition.name}-lr{lr:g}-seed42"
-    assert len(set(folders)) == len(folders)
-
-
-def test_opposed_clients_get_the_same_steps_under_every_method():
-    """Four optimiser steps (FedALA: three, and one of its weights; eighty at once for the pooled twenty
-    clients) of eight pairs a round, at a constant rate; in FedPDPO's table also its paper's eight."""
-    opposed = [name for name in EVERY if name.startswith("opposed") or name == "fedpdpo"]
-    methods = set()
-    for table, each in ((name, each) for name in opposed for each in EVERY[name]):
-        twice = table == "fedpdpo" and each.definition.name.endswith("-4")
-        method = settings_of(each)
-        settings, name = method.settings, method.name
-        methods.add(name)
-        assert (settings.batches(), settings.schedule) == ((8, 1), "constant")
-        steps = settings.local_steps
-        if name in ("fedpdpo", "fedrep", "ditto"):
-            steps += settings.personal_phase()["steps"]
-        elif name == "perfedavg":
-            steps *= 1 + settings.inner_steps
-        elif name == "pfedme":
-            steps *= settings.inner_steps
-        elif name == "fedala":
-            assert settings.weight_steps == settings.first_weight_steps == 1
-            steps += settings.weight_steps
-        assert steps == (80 if name == "centralized" else 8 if twice else 4), name
-    assert len(methods) == 15
