@@ -59,10 +59,9 @@ def experiment(place: Path, method: str = "feddpo", **changes: Any) -> Experimen
     return Experiment.model_validate({**tree, **changes})
 
 
-@pytest.mark.parametrize("method", ["fedamp", "fedrep"])
-def test_a_baseline_runs_on_it(place: Path, tmp_path: Path, method: str) -> None:
-    """The critic moved, is each client's own and nothing of the server's; scores are kept with the run."""
-    result = run(experiment(place, method), tmp_path / "run")
+def test_a_baseline_runs_on_it(place: Path, tmp_path: Path) -> None:
+    """The critic moves, is personal and never at the server; scores are kept with the run."""
+    result = run(experiment(place, "fedrep"), tmp_path / "run")
     assert all(np.isfinite(record["loss"]) for record in result.rounds)
     left = RunReader(tmp_path / "run")
     critics = []
@@ -79,12 +78,11 @@ def test_a_baseline_runs_on_it(place: Path, tmp_path: Path, method: str) -> None
     assert np.isfinite(np.fromfile(scores[0], np.float32)).any()
 
 
-@pytest.mark.parametrize("steps", [2, 5])
-def test_interrupted_and_resumed_it_ends_the_same(place: Path, tmp_path: Path, steps: int) -> None:
-    """The reference's tokens are computed anew in the second process, to the same bits."""
+def test_interrupted_and_resumed_it_ends_the_same(place: Path, tmp_path: Path) -> None:
+    """The second process computes the reference's tokens anew, bit for bit."""
     run(experiment(place), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(experiment(place), tmp_path / "parts", callbacks=[toy.InterruptAt(steps)])
+        run(experiment(place), tmp_path / "parts", callbacks=[toy.InterruptAt(5)])
     run(experiment(place), tmp_path / "parts", resume=True)
     assert toy.outcome(tmp_path / "parts") == toy.outcome(tmp_path / "whole")
 
