@@ -1,6 +1,7 @@
 """What the models of a run write to the prompts of ``[report]``: kept round by round, and shown."""
 
 import json
+import shutil
 import stat
 from types import SimpleNamespace
 
@@ -105,7 +106,7 @@ def test_a_resumed_run_has_the_same_answers(place, finished, tmp_path, early):
 
 
 def test_more_rounds_leave_no_answers_of_what_was_the_last(place, finished, tmp_path):
-    run(fedper(place, rounds=3), tmp_path / "run")
+    shutil.copytree(finished, tmp_path / "run")
     run(fedper(place, rounds=4), tmp_path / "run", resume=True)
     assert {row["round"] for row in rows(tmp_path / "run")} == {0, 1, 2, 4}
 

@@ -18,6 +18,7 @@ from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.loaded_run import load_run
+from prefed.store import RunReader
 from prefed.trackers.terminal import stdout_console
 from prefed.ui.cli import app
 from prefed.ui.pages.page import render
@@ -91,14 +92,15 @@ def test_an_evaluation_afterwards_gives_what_the_summary_has(finished, place):
     print_result(summary, stdout_console())
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(place, finished, tmp_path):
-    """Stopped after round 2, before the first grouping, and after round 3."""
-    for number in (2, 3):
-        path = tmp_path / str(number)
-        with pytest.raises(KeyboardInterrupt):
-            run(biscuit(place), path, callbacks=[toy.InterruptAt(number)])
-        run(biscuit(place), path, resume=True)
-        assert left(path) == left(finished)
+def test_a_stopped_run_ends_in_the_same_bytes(place, finished, tmp_path):
+    """Stopped in round 3 between its grouping, the first, and the end of its training. A round of warm-up has
+    three visits and two evaluations, and a grouping has three answers."""
+    path = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run(biscuit(place), path, callbacks=[toy.InterruptAt(2 * (3 + 2) + 3 + 2)])
+    assert RunReader(path).commit.round == 2
+    run(biscuit(place), path, resume=True)
+    assert left(path) == left(finished)
 
 
 def test_commands_know_selectors(finished, tmp_path):
@@ -123,17 +125,17 @@ def test_commands_know_selectors(finished, tmp_path):
 
 
 def test_a_run_whose_rounds_are_raised_keeps_its_warm_up(place, tmp_path):
-    """Of 4 rounds one is left for each of two selectors; of 12 rounds it would be three. The run of another
+    """Of 4 rounds one is left for each of two selectors; of 8 rounds it would be two. The run of another
     warm-up is refused."""
     method = {
         name: value for name, value in BISCUIT.items() if name not in ("warmup_rounds", "regroup_every")
     }
     run(selectors(place, method), tmp_path / "run")
     assert read_run(tmp_path / "run").config["method"]["warmup_rounds"] == 1
-    result = run(selectors(place, method, rounds=12), tmp_path / "run", resume=True)
-    assert [record["round"] for record in result.rounds if "clusters" in record] == list(range(3, 13))
+    result = run(selectors(place, method, rounds=8), tmp_path / "run", resume=True)
+    assert [record["round"] for record in result.rounds if "clusters" in record] == list(range(3, 9))
     with pytest.raises(ConfigError, match=r"method\.warmup_rounds: 1 → 2"):
-        run(selectors(place, {**method, "warmup_rounds": 2}, rounds=12), tmp_path / "run", resume=True)
+        run(selectors(place, {**method, "warmup_rounds": 2}, rounds=8), tmp_path / "run", resume=True)
 
 
 def test_fedbis_shares_one_selector(place, tmp_path):
