@@ -160,7 +160,7 @@ def test_a_run_leaves_what_it_returns(place, whole):
 
 @pytest.mark.parametrize("steps", [1, 5])
 def test_interrupted_and_resumed_it_ends_the_same(place, whole, tmp_path, steps):
-    """Stopped in the first round and between evaluations; dropout and batches are drawn alike."""
+    """Stopped in the first round and in the second; dropout and batches are drawn alike."""
     with pytest.raises(KeyboardInterrupt):
         run(experiment(place), tmp_path / "parts", callbacks=[toy.InterruptAt(steps)])
     run(experiment(place), tmp_path / "parts", resume=True)
