@@ -56,29 +56,6 @@ def test_killed_at_random_moments(tmp_path):
     assert len(rounds) >= 3, "the kills did not land in different rounds"
 
 
-def test_interrupted_in_the_middle_of_a_round(tmp_path):
-    """An exception, as Ctrl-C raises one, between any two answers leaves a run that resumes."""
-    toy.run(tmp_path / "whole", **OPTIONS)
-    expected = toy.outcome(tmp_path / "whole")
-
-    class Impatient(toy.Callback):
-        def __init__(self, left):
-            self.left = left
-
-        def on_task_end(self, what, done, of):
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-
-    for after in range(1, 30, 4):
-        run = tmp_path / str(after)
-        try:
-            toy.run(run, callback=Impatient(after), **OPTIONS)
-        except KeyboardInterrupt:
-            toy.run(run, resume=True, **OPTIONS)
-        assert toy.outcome(run) == expected
-
-
 @pytest.mark.parametrize("hook", ["on_run_begin", "on_task_end", "on_round_end", "on_run_end"])
 def test_an_error_in_a_callback_ends_the_run_and_keeps_whole_rounds(tmp_path, hook):
     """Callbacks are the user's own code. A round is committed before ``on_round_end`` is called; each
