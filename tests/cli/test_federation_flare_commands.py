@@ -116,10 +116,19 @@ def test_forget_over_flare_is_never_had(place):
         assert [path.name for path in (wards / site / "state/runs" / name).iterdir()] == ["order.json"]
 
 
+def assert_aligned_alike(*runs):
+    kept = ("scores.jsonl", "labels.jsonl", "completions.jsonl", ".safetensors")
+    one, other = (
+        {name: data for name, data in content(path / "align").items() if name.endswith(kept)} for path in runs
+    )
+    assert one == other
+
+
 @pytest.mark.rare
-def test_sites_vote_over_flare(place):
+def test_sites_judge_over_flare(place):
     """Each site judges with selectors on its own disk. The hub is killed after votes were given, and
-    continues: the result is that of the run in one process, whose clients judge with the same selectors."""
+    continues. Then clients refresh the selectors. The results are those of the run in one process, whose
+    clients judge with the same selectors."""
     wards, over, alone = place / "wards", place / "over", place / "alone"
     tables = {"seed": 3, "rounds": 1, "engine": {"threads": 1}}
     tables["method"] = {"name": "fedbis", "lr": 0.05, "local_steps": 2, "batch_size": 4}
@@ -147,12 +156,13 @@ def test_sites_vote_over_flare(place):
             hub.send_signal(signal.SIGKILL)
         assert hub.returncode == -signal.SIGKILL
         prefed_("align", over, "--hub", wards / "hub", "--resume")
-    prefed_("align", alone, "--set", f"align.client_judge=selector:{place / 'alone'}", *words)
-    kept = ("scores.jsonl", "labels.jsonl", "completions.jsonl", ".safetensors")
-    got, expected = (
-        {name: data for name, data in content(path / "align").items() if name.endswith(kept)}
-        for path in (over, alone)
-    )
-    assert got == expected
-    assert "judge  ann" in prefed_("site", "status", wards / "north/site.toml")
+        prefed_("align", alone, "--set", f"align.client_judge=selector:{alone}", *words)
+        assert_aligned_alike(over, alone)
+        again = ["--stage", "completions-1", "--set", "align.labels=majority"]
+        again += ["--set", "align.refresh.every=1", "--set", "align.refresh.pairs=4"]
+        prefed_("align", over, "--hub", wards / "hub", *again)
+        prefed_("align", alone, *again)
+        assert_aligned_alike(over, alone)
+    shown = prefed_("site", "status", wards / "north/site.toml", "--last", 500)
+    assert all(f"{what}  ann" in shown for what in ("judge", "refresh"))
     assert "require each other" in prefed_("align", over, "--resume", code=2)

@@ -363,7 +363,7 @@ def voting(sites):
     asked.most = lambda *_: 0
     backend, terms = FederationBackend(asked, MemoryStates(), homes, 1.0, said.append), TERMS
     config = SimpleNamespace(refresh=SimpleNamespace(pairs=2))
-    return SiteClients(Path(), config, {}, homes, 1, backend, Within(sites), terms)
+    return SiteClients(Path(), config, {}, homes, 1, backend, Within(sites), terms, said.append)
 
 
 def test_votes_are_in_the_order_of_clients_and_a_site_that_is_away_is_named():
@@ -424,7 +424,7 @@ def test_a_site_knows_its_clients_by_their_own_names(tmp_path):
     tastes = synthetic.tastes(Key(5), 2)
     for reported, own in (("s-1", "ada"), ("s-2", "ben")):
         gaps = [utility(r.chosen, tastes[own]) - utility(r.rejected, tastes[own]) for r in records]
-        votes = np.frombuffer(judges(reported, write_pairs(records)), np.int8)
+        votes = np.frombuffer(judges(reported, write_pairs(records))[0], np.int8)
         assert votes.tolist() == np.sign(np.round(gaps, 6)).tolist()
         assert {-1, 1} <= {*votes.tolist()}
 
@@ -622,3 +622,30 @@ def test_refreshes_are_exported_and_forgotten_with_their_run(place, copy):
     runs = copy / "site-w1w2/runs"
     assert [path.name for path in runs.rglob("*") if path.is_file()] == ["order.json"]
     assert f"runs/{known}/judged" in str([*sites["two"].log.entries()])
+
+
+def test_people_judge_at_their_site(place, copy):
+    """The alignment stops, and the site says whom to ask, in which file: without a character that a terminal
+    obeys. It continues when they have chosen; another person's site has answered in the meantime."""
+    folder, said = copy / "people", []
+    allowed = {"limits": {"judgements": 100}}
+    one = site_config(place, copy, "w0", name="one", judge={"name": "liking"}, **allowed)
+    two = site_config(place, copy, "w1w2", name="two", judge={"name": f"people:{folder}"}, **allowed)
+    sites = {"one": Site(one), "two": Site(two, said.append)}
+    change = {**REFRESH, "generations": 1}
+    for client in ("w1", "w2"):
+        with pytest.raises(AlignError, match=f"'two', client '{client}'.*have not judged yet: {client}"):
+            vote(copy / "over", sites, settings(place, **change))
+        asked = folder / f"{client}.questions.jsonl"
+        assert f"prefed collect --from {asked} --client {client}" in said[-2]
+        assert all(32 <= byte < 127 or byte == 10 for byte in asked.read_bytes())
+        jsonl(folder / f"{client}.jsonl", rows(folder, asked.name)[:2])
+    vote(copy / "over", sites, settings(place, **change))
+    refresh = json.loads((copy / "over/align/generations/1/refresh/federation.json").read_bytes())
+    assert {client: counts[0] for client, counts in refresh["sites"]["two"].items()} == {"w1": 2, "w2": 2}
+    closed(sites)
+
+
+def test_people_do_not_vote(asks, tmp_path):
+    refused = asks(limits={"judgements": 9}, judge={"name": f"people:{tmp_path}"})()[0]["refused"]
+    assert refused == "[judge]: people do not vote on every pair: use [align.refresh]"

@@ -48,8 +48,7 @@ def test_a_sites_file_is_checked(tmp_path):
         ("[data]\n[limits]\nexchanges = []\n", "limits.exchanges = .* remove the key to allow all"),
         ("[data]\n[limits]\njudgements = 9\n", r"site.toml: \[limits\] judgements requires \[judge\] name"),
         ("[data]\n[judge]\nname = 'utilty'\n", "judge.name = 'utilty': .* did you mean 'utility'"),
-        ("[data]\n[judge]\nname = 'people:x'\n", "'people:x': no judge of prefed that votes on every pair"),
-        ("[data]\n[judge]\nname = 'own.judge:J'\n", "no judge of prefed that votes on every pair"),
+        ("[data]\n[judge]\nname = 'own.judge:J'\n", "a site loads no judge from outside prefed"),
         ("[data]\n[judge]\nname = 'utility'\ntaste = 'ada'\n", "each client judges with its own taste"),
     ],
 )
@@ -71,6 +70,7 @@ def test_a_judge_is_looked_for_next_to_the_file(tmp_path):
         "reward:./mine": f"reward:{mine}",
         "reward:org/model": "reward:org/model",
         "endpoint:mine": "endpoint:mine",
+        "people:later": f"people:{tmp_path}/later",
         "utility": "utility",
     }.items():
         path.write_text(f'{lines}[judge]\nname = "{name}"\n')

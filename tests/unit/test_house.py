@@ -248,7 +248,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/merge/": (1_650, ""),
     "src/prefed/methods/": (2_300, "why a round depends on clients outside its cohort"),
     "src/prefed/models/": (2_150, ""),
-    "src/prefed/networks/": (5_499, "clients judge, vote and refresh at their sites, under limits"),
+    "src/prefed/networks/": (5_518, "people judge at their sites; warnings of a refresh"),
     "src/prefed/privacy/": (
         598,
         "discrete noise, whole numbers and masks; metrics as sums; receipts are signed",
@@ -273,7 +273,7 @@ BUDGET: dict[str, tuple[int, str]] = {
         "how much a client moves a sum of metrics; discrete noise by plain whole numbers",
     ),
     # Words.
-    "docs, README.md": (63_110, "refreshes over sites; what secure sums cost in accuracy"),
+    "docs, README.md": (63_116, "people at sites"),
 }
 """Place → what it may hold, and why that was raised last, written in the commit that raises it."""
 

@@ -86,7 +86,8 @@ class Job:
         stop: early stopping; ``None``: all rounds are run, and only the last is kept.
         feedback: the kind of feedback that clients train on; evaluations may have its metrics.
         answers: writes what a client's models answer when it is evaluated; ``None``: nothing.
-        judges: client, pairs → its votes on them, in a federation; ``None``: clients judge nothing.
+        judges: client, pairs → its votes on them in a federation, or why it has none yet; ``None``: clients
+            judge nothing.
 
     Raises:
         FleetError: the fleet cannot complete a round.
@@ -113,7 +114,7 @@ class Job:
     stop: StopConfig | None = None
     feedback: Feedback = kinds.PAIRS
     answers: ClientAnswers | None = None
-    judges: Callable[[str, bytes], bytes] | None = None
+    judges: Callable[[str, bytes], tuple[bytes, str]] | None = None
 
     def __post_init__(self) -> None:
         self.method.ownership.check(self.trainers.initial.layout)

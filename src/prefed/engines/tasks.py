@@ -166,7 +166,7 @@ def _evaluate(job: Job, task: Task, states: ClientStates) -> TaskResult:
 
 def _judge(job: Job, task: Task, states: ClientStates) -> TaskResult:
     assert job.judges is not None
-    return TaskResult(task.client, job.judges(task.client, task.message))
+    return TaskResult(task.client, *job.judges(task.client, task.message))
 
 
 def _decoded(job: Job, client: str, stored: bytes | None) -> State:

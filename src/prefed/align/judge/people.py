@@ -77,7 +77,7 @@ class PeopleJudge:
             for each in reversed(asked)
         }
         self._questions.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in reversed(rows.values()))
+        text = "".join(json.dumps(row) + "\n" for row in reversed(rows.values()))
         files.write(self._questions, text.encode(), mode=0o600)
         words = ("prefed", "collect", "--from", str(self._questions), "--client", self._name)
         command = shlex.join([*words, "--out", str(self._choices)])

@@ -69,17 +69,16 @@ class SiteJudge(JudgeConfig):
     name: str = Field(
         min_length=1,
         description="utility, selector:RUN, reward:FOLDER, local:FOLDER or endpoint:MODEL, as for `prefed "
-        "judge`; each client judges with its own taste",
+        "judge`; each client judges with its own taste; or people:FOLDER, who judge in [align.refresh]",
     )
 
     @field_validator("name")
     @classmethod
-    def _votes(cls, value: str) -> str:
+    def _known(cls, value: str) -> str:
         from prefed.align.judge.names import ARGUMENTS, split_name
 
-        kind, _ = split_name(value)
-        if kind not in ARGUMENTS or kind == PEOPLE:
-            raise ValueError(f"{value!r}: no judge of prefed that votes on every pair")
+        if split_name(value)[0] not in ARGUMENTS:
+            raise ValueError(f"{value!r}: a site loads no judge from outside prefed")
         return value
 
     @field_validator("taste")
@@ -93,7 +92,8 @@ class SiteJudge(JudgeConfig):
         """The same with a path that starts at ``folder``, if that exists."""
         kind, _, place = self.name.partition(":")
         found = folder / Path(place).expanduser()
-        if kind == ENDPOINT or not place or not found.exists():
+        # The folder of what people chose may be made later.
+        if kind == ENDPOINT or not place or not (found.exists() or kind == PEOPLE):
             return self
         return self.model_copy(update={"name": f"{kind}:{found.resolve()}"})
 

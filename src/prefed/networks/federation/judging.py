@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from prefed.align.judge.local import MEAN
 from prefed.align.judge.names import ALIKE
+from prefed.align.judge.people import WaitingError
 from prefed.align.refresh import HELD_OUT, PAIRS, pair_row
 from prefed.config.align import judge_kind
 from prefed.core import files
@@ -120,8 +121,8 @@ class SiteJudges:
         self._own = {reported: own for own, reported in names.items()}
         self._made = dict[str, JudgeLabels]()
 
-    def __call__(self, client: str, message: bytes) -> bytes:
-        """Return a client's votes on pairs.
+    def __call__(self, client: str, message: bytes) -> tuple[bytes, str]:
+        """Return a client's votes on pairs; or whom to ask first, if people judge and have not yet.
 
         Raises:
             JudgeError, ModelError, RunError: as :func:`prefed.runs.labels.judge_over`.
@@ -130,9 +131,11 @@ class SiteJudges:
         if taste not in self._made:
             options = self._judge.model_copy(update={"taste": taste})
             self._made[taste] = JudgeLabels(judge_over(self._judge.name, options, self._dataset, self._run))
-        _, votes = ClientVotes([self._made[taste]]).scores(read_pairs(message))
-        sent: bytes = votes[0].astype(np.int8).tobytes()
-        return sent
+        try:
+            _, votes = ClientVotes([self._made[taste]]).scores(read_pairs(message))
+        except WaitingError as error:
+            return b"", str(error)
+        return votes[0].astype(np.int8).tobytes(), ""
 
 
 def keep_pairs(

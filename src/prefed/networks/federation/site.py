@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefed.config import ConfigError, Experiment
+from prefed.config.align import PEOPLE, judge_kind
 from prefed.core import files
 from prefed.core.text import is_ours, one_line, pluralize, printable
 from prefed.core.wire import decode_upload
@@ -402,6 +403,8 @@ class Site:
         own = _own_client(order, request.round, request.client)
         if judge is None or not limits.judgements:
             raise RefusalError("[limits] judgements = 0: clients of this site judge no completions")
+        if judge_kind(judge.name) == PEOPLE and not request.refreshes:
+            raise RefusalError("[judge]: people do not vote on every pair: use [align.refresh]")
         if self._experiment_of(run, order).privacy.kind is not None:
             raise RefusalError("[privacy]: votes have no noise, and this run promises noise")
         records, asked = read_pairs(body), files.digest(request.exchange.encode() + body)
@@ -414,7 +417,12 @@ class Site:
                     f"{limits.judgements:,} allowed"
                 )
             self._begin(run, order)
-            votes.keep(asked, self._work(run, order, request.task(body), None)["message"])
+            fields = self._work(run, order, request.task(body), None)
+            if fields["withheld"]:
+                # The hub learns that people are asked, and nothing of the commands.
+                self._say(fields["withheld"])
+                raise RefusalError(f"people have not judged yet: {request.client}; continue with --resume")
+            votes.keep(asked, fields["message"])
         given = votes.given[asked]
         about: dict[str, Any] = {"run": run, "round": request.round, "client": request.client}
         about |= {"judge": judge.name, "request": asked}
@@ -590,6 +598,8 @@ class Site:
             self._steps = "", {}
             order = {"names": order["names"], "forgotten": delete_run(self.config, run)}
             for refresh in self._refreshes(run):
+                if self._run == refresh:
+                    self._stop()
                 delete_run(self.config, refresh)
                 self._order_path(refresh).unlink()
             if path.exists():
@@ -607,9 +617,10 @@ class Site:
         """The runs that continue a run on what its clients judged."""
         found = list[str]()
         for path in (self._state / "runs").glob("*/order.json"):
-            order = files.loads_with_digest(path.read_bytes())
-            if (order.get("judged") or {}).get("run") == run:
-                found.append(path.parent.name)
+            with suppress(files.DamagedError):
+                order = files.loads_with_digest(path.read_bytes())
+                if (order.get("judged") or {}).get("run") == run:
+                    found.append(path.parent.name)
         return found
 
     def _work(self, run: str, order: dict[str, Any], task: Task, state: bytes | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from prefed.align import AlignError, Selectors
 from prefed.config import AlignConfig, ConfigError, Experiment, to_toml
 from prefed.config.file import read_toml
-from prefed.core import files
+from prefed.core import Callback, files
 from prefed.core.text import listed
 from prefed.data import ClientSizes, FederatedDataset, Record
 from prefed.engines import Task
@@ -62,6 +62,7 @@ class SiteClients:
         round: the last round of the run.
         backend: sends tasks to the sites.
         terms: for further rounds; their sites are those of ``homes``.
+        warn: called with warnings of further rounds.
     """
 
     path: Path
@@ -72,6 +73,7 @@ class SiteClients:
     backend: FederationBackend
     transport: Transport
     terms: Terms
+    warn: Callable[[str], None]
     _kept: dict[str, int] = field(default_factory=dict, init=False)
 
     @property
@@ -129,7 +131,8 @@ class SiteClients:
             self._prepare(refreshes, before[-1] if before else self.path, folder)
         file = folder / "config.toml"
         experiment = Experiment.from_tables(read_toml(file), str(file))
-        federate(experiment, folder, self.transport, self.terms, resume=True)
+        heard = _Warnings(self.warn)
+        federate(experiment, folder, self.transport, self.terms, resume=True, callbacks=[heard])
         return RunReader(folder).commit.digests.server or ""
 
     def _prepare(self, refreshes: Sequence[int], last: Path, folder: Path) -> None:
@@ -216,6 +219,14 @@ class SiteClients:
         return np.arange(len(pairs)), np.stack(votes)
 
 
+@dataclass
+class _Warnings(Callback):
+    warn: Callable[[str], None]
+
+    def on_warning(self, text: str) -> None:
+        self.warn(text)
+
+
 @contextmanager
 def site_clients(
     path: Path,
@@ -260,6 +271,6 @@ def site_clients(
     backend = FederationBackend(sites, MemoryStates(), homes, terms.visit, warn)
     with backend:
         terms = replace(terms, sites=wanted)
-        yield SiteClients(path, config, known, homes, commit.round, backend, transport, terms)
+        yield SiteClients(path, config, known, homes, commit.round, backend, transport, terms, warn)
     for site in wanted:
         sites.leave(site)
