@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/compiled.py llama-3-8b --blocks 2 --tokens 48
     OMP_NUM_THREADS=1 python benchmarks/compiled.py smollm2-135m --whole
 
-Random weights in float32, with a few blocks of a shape of ``roofline.py`` and a small vocabulary; steps with
-and without alternate. LoRA's layers and attention are called from the compiled blocks but not compiled:
+Random weights in float32 (``--bf16``: bfloat16), with a few blocks of a shape of ``roofline.py`` and a small
+vocabulary; steps with and without alternate. LoRA's layers and attention are called from the compiled blocks
+but not compiled:
 ``--whole`` compiles them too, which raises an error where oneDNN multiplies (AMD processors with AVX-512).
 """
 
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192, help="of a pair, at most")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     sides, rows = [], np.arange(2)
@@ -43,7 +45,7 @@ def main() -> None:
         config = SHAPES[args.shape]()
         config.num_hidden_layers, config.vocab_size, config.use_cache = args.blocks, 4096, False
         model = transformers.AutoModelForCausalLM.from_config(config)
-        sides.append(Prefed(model, make_pairs(2, args.tokens), batch=2, bf16=False))
+        sides.append(Prefed(model, make_pairs(2, args.tokens), batch=2, bf16=args.bf16))
     plain, compiled = sides
     if not args.whole:
         fused_lora.lora_linear = torch.compiler.disable(fused_lora.lora_linear)

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/completions.py --shape tiny
     OMP_NUM_THREADS=1 python benchmarks/completions.py --shape distilgpt2
-    OMP_NUM_THREADS=1 python benchmarks/completions.py --model FOLDER
+    OMP_NUM_THREADS=1 python benchmarks/completions.py --model FOLDER --bf16 --batch 32
 
 Prompts of equal length, ``--batch`` of them; T 0.7; every completion has ``--tokens`` tokens, since no
 end-of-text token ends it. The peer is the same model with its LoRA merged into the weights, so that it pays
@@ -17,6 +17,7 @@ import copy
 import os
 import statistics
 from types import SimpleNamespace
+from typing import Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -40,16 +41,19 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--bf16", action="store_true")
     args = parse_with_model(parser, "tiny")
     silence_transformers()
     torch.set_num_threads(1)
-    base = base_model(args)
+    base = base_model(args).to(torch.bfloat16 if args.bf16 else torch.float32)
     base.config.use_cache = True
     base.config.eos_token_id = base.generation_config.eos_token_id = None
     plain = copy.deepcopy(base).to(DEVICE).eval()
-    config = ModelConfig(name=args.shape, lora=LoraSettings(dropout=0.0))
-    # No text is read: the end-of-text token is all that is asked of a tokenizer.
-    backbone = make_backbone(base, SimpleNamespace(eos_token_id=NEVER), config, Key(0))
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if args.bf16 else "float32"
+    config = ModelConfig(name=args.shape, dtype=dtype, lora=LoraSettings(dropout=0.0))
+    # No text is read: special tokens are all that is asked of a tokenizer.
+    tokens = SimpleNamespace(eos_token_id=NEVER, bos_token_id=NEVER, pad_token_id=NEVER, get_vocab=dict)
+    backbone = make_backbone(base, tokens, config, Key(0))
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, base.config.vocab_size, (args.batch, args.length), generator=draw).tolist()
     keys = [Key(0).at("prompt", number) for number in range(args.batch)]
@@ -84,7 +88,7 @@ def main() -> None:
                 times[name].append(spent)
     ratio = statistics.median([b / a for a, b in zip(times["batched"], times["one by one"], strict=True)])
     print(
-        f"{args.shape}, batch {args.batch}, prompts of {args.length} tokens, {args.tokens} new tokens, T 0.7"
+        f"{args.shape}, {dtype}, batch {args.batch}, {args.length} tokens and {args.tokens} new ones, T 0.7"
     )
     for name, values in times.items():
         seconds = statistics.median(values) / 1e3
