@@ -39,12 +39,12 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    sides, rows = [], np.arange(2)
+    sides, rows, dtype = [], np.arange(2), torch.bfloat16 if args.bf16 else torch.float32
     for _ in range(2):
         torch.manual_seed(0)
         config = SHAPES[args.shape]()
         config.num_hidden_layers, config.vocab_size, config.use_cache = args.blocks, 4096, False
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         sides.append(Prefed(model, make_pairs(2, args.tokens), batch=2, bf16=args.bf16))
     plain, compiled = sides
     if not args.whole:

@@ -65,8 +65,8 @@ def modules(layout: Layout) -> tuple[Module, ...]:
     'residual/0/q/W'
     """
     firsts = (entry.name for entry in layout.entries if entry.part == LORA and entry.factor == "A")
-    both = (Module(name, name.removesuffix("A") + "B") for name in firsts)
-    return tuple(module for module in both if module.b in layout)
+    both, there = (Module(name, name.removesuffix("A") + "B") for name in firsts), set(layout.names)
+    return tuple(module for module in both if module.b in there)
 
 
 def needs(rule: LoraRule) -> frozenset[str]:
@@ -119,14 +119,9 @@ def trainable(rule: LoraRule, names: Iterable[str], layout: Layout, round_number
     >>> trainable("rolora", layout.names, layout, 1), trainable("rolora", layout.names, layout, 2)
     (('lora/0/q/B',), ('lora/0/q/A',))
     """
-    resting = {"ffa": "A", "rolora": "A" if round_number % 2 else "B"}.get(rule)
-
-    def moves(entry: Entry) -> bool:
-        if entry.part == RESIDUAL:
-            return False
-        return not (entry.part == LORA and entry.factor is not None and entry.factor == resting)
-
-    return tuple(name for name in names if moves(layout[name]))
+    factor = {"ffa": "A", "rolora": "A" if round_number % 2 else "B"}.get(rule, "")
+    resting = {e.name for e in layout.entries if (e.part, e.factor) == (LORA, factor) or e.part == RESIDUAL}
+    return tuple(name for name in names if name not in resting)
 
 
 def without_residuals(tensors: Tensors) -> Tensors:

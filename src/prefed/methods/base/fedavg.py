@@ -138,7 +138,8 @@ class FedAvgBase:
         return self._without_apart(self.ownership.names(Owner.SHARED))
 
     def _without_apart(self, names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for name in names if self.aggregator.layout[name].part not in self.apart)
+        apart = {entry.name for entry in self.aggregator.layout.entries if entry.part in self.apart}
+        return tuple(name for name in names if name not in apart)
 
     @property
     def shared_trainable(self) -> tuple[str, ...]:
