@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.small_models import backbone
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefed.models import matmul as module
@@ -78,6 +79,25 @@ def test_layers_and_head_compute_the_same_by_either_library(onednn, monkeypatch)
         results.append((x.grad, a.grad, b.grad))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@ONEDNN
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("library", [True, False])
+def test_a_lora_that_is_left_out_gives_the_bits_of_one_with_zeros(
+    onednn, monkeypatch, family, library
+) -> None:
+    """By the same library, with a bias (GPT-2) and without: the reference has one set of numbers."""
+    monkeypatch.setattr(module, "_prefers_onednn", lambda: library)
+    model, ids = backbone(family), torch.arange(1, 13)[None]
+    model.load(model.reference)
+    with Calls() as calls, torch.no_grad():
+        zeros = model.causal(input_ids=ids).logits
+        products = len(calls.shapes)
+        with model.without_idle_lora():
+            assert torch.equal(model.causal(input_ids=ids).logits, zeros)
+    assert (products > 0) is library
+    assert len(calls.shapes) == 2 * products
 
 
 def test_small_products_and_other_dtypes_are_pytorchs_own(monkeypatch) -> None:

@@ -117,7 +117,7 @@ class PairModel:
 
     def outputs(self, rows: Rows, *, rewards: bool = False) -> npt.NDArray[np.float32]:
         """Run :attr:`forward` on ``rows`` without gradients: ``[n, 2]``, or ``[n, 4]`` with ``rewards``."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.backbone.without_idle_lora():
             outputs = [self.run(group, rewards=rewards).cpu() for group in self.groups(rows)]
         return torch.cat(outputs).numpy()
 
@@ -131,7 +131,7 @@ class PairModel:
         if not isinstance(self.forward, PackedForward) or self._tastes is not None or size > MAX_FEATURES:
             return None
         features: Features = {}
-        with torch.no_grad():
+        with torch.no_grad(), self.backbone.without_idle_lora():
             for group in self.groups(rows, rejected=rejected):
                 outputs = self.forward.features(self.pairs(group), rejected=rejected, rewards=rewards)
                 features.update(zip(group.tolist(), (output.clone() for output in outputs), strict=True))

@@ -103,7 +103,7 @@ class ResponseFeatures:
             hidden = np.zeros((2 * len(pairs), backbone.width), np.float32)
             for number, group in enumerate(groups):
                 if missing[(read_in == number).any(1)].any():
-                    with torch.no_grad():
+                    with torch.no_grad(), backbone.without_idle_lora():
                         found = self._hidden(pairs[group]).flatten(0, 1)
                     hidden[2 * group.start : 2 * group.stop] = found.float().cpu().numpy()
                     known = missing & (read_in.max(1) == number)
