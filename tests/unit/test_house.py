@@ -247,7 +247,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/engines/": (2_777, "clients of a site judge completions"),
     "src/prefed/merge/": (1_650, ""),
     "src/prefed/methods/": (2_300, "why a round depends on clients outside its cohort"),
-    "src/prefed/models/": (2_150, ""),
+    "src/prefed/models/": (2_155, "a LoRA of zeros is left out by the same products"),
     "src/prefed/networks/": (5_518, "people judge at their sites; warnings of a refresh"),
     "src/prefed/privacy/": (
         598,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,18 +216,19 @@ def write(folder: Path, records: Sequence[Record], replace: bool = True) -> None
     Raises:
         ValueError: without ``replace``, one of them exists with other content; nothing is written.
     """
-    parts: dict[Path, str] = {}
+    lines: defaultdict[Path, list[str]] = defaultdict(list)
     for record in records:
         row = json.loads(record.to_json())
         row |= row.pop("extra", {})
         path = folder / f"{row.pop('split', 'train')}.jsonl"
-        parts[path] = parts.get(path, "") + json.dumps(row, ensure_ascii=False) + "\n"
-    for path, text in parts.items():
-        if not replace and path.exists() and path.read_bytes() != text.encode():
+        lines[path].append(json.dumps(row, ensure_ascii=False) + "\n")
+    parts = {path: "".join(own).encode() for path, own in lines.items()}
+    for path, content in parts.items():
+        if not replace and path.exists() and path.read_bytes() != content:
             raise ValueError(f"{path} contains other pairs")
     folder.mkdir(parents=True, exist_ok=True)
-    for path, text in parts.items():
-        files.write(path, text.encode())
+    for path, content in parts.items():
+        files.write(path, content)
 
 
 def _prompt(generator: np.random.Generator) -> tuple[str, str]:

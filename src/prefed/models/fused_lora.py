@@ -232,13 +232,13 @@ def _lora_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tor
         return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
     base, four_bits = layer.base_layer, type(layer).__name__ == _FOUR_BITS
     weight = base.weight if four_bits or isinstance(base, nn.Linear) else base.weight.t()
-    if layer.idle and four_bits:
-        return base(x)  # type: ignore[no-any-return]
     if layer.idle:
+        if four_bits:
+            return base(x)  # type: ignore[no-any-return]
         # As with factors of zeros, bit for bit.
         return matmul(x.reshape(-1, x.shape[-1]), weight.t(), base.bias).view(*x.shape[:-1], len(weight))
-    options = (layer.scaling["default"], dropout_of(layer))
     a, b = getattr(layer, "converted", None) or lora_factors(layer)
+    options = (layer.scaling["default"], dropout_of(layer))
     if four_bits:
         # The product with 4-bit weights keeps no input.
         return base(x) + lora_linear(x, None, None, a, b, *options)  # type: ignore[no-any-return]
