@@ -137,6 +137,10 @@ def test_a_file_that_is_not_there_is_no_experiment(tmp_path, load, remedy):
             "data = { train = 'here.jsonl' }\nmodel.reward_model = '/a/b'\n",
             "model.reward_model = '/a/b': no such folder",
         ),
+        (
+            "data = { train = 'here.jsonl' }\njudge.name = 'selector:run'\n",
+            "judge.name = 'selector:run': no such folder",
+        ),
     ],
 )
 def test_what_is_not_there_is_named_before_the_hub_asks(tmp_path, lines, message):

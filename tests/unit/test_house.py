@@ -248,7 +248,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/merge/": (1_650, ""),
     "src/prefed/methods/": (2_300, "why a round depends on clients outside its cohort"),
     "src/prefed/models/": (2_155, "a LoRA of zeros is left out by the same products"),
-    "src/prefed/networks/": (5_518, "people judge at their sites; warnings of a refresh"),
+    "src/prefed/networks/": (5_524, "people judge at their sites; warnings of a refresh"),
     "src/prefed/privacy/": (
         598,
         "discrete noise, whole numbers and masks; metrics as sums; receipts are signed",

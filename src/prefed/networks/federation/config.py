@@ -317,6 +317,13 @@ def check_places(config: SiteConfig) -> None:
                 "or correct the path"
             )
 
+    judge = config.judge.name if config.judge else ""
+    kind, _, run = judge.partition(":")
+    if kind == "selector" and not Path(run).expanduser().is_dir():
+        raise ConfigError(
+            f"{config.where}: judge.name = {judge!r}: no such folder: put a run there or correct the path"
+        )
+
 
 def _sources(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each source path of ``[data]`` with its key."""
