@@ -259,7 +259,7 @@ def test_a_table_with_overrides(place):
     known = "majority, mean, minimum, adaptive, a selector's number from 0, judge:NAME, or clients"
     with pytest.raises(ConfigError, match=f"labels must be {known}"):
         align_settings({"prompts": "x", "labels": "most"}, [], place)
-    with pytest.raises(ConfigError, match="counts wins among all completions: set pairs = 'all'"):
+    with pytest.raises(ConfigError, match="compares all completions: set pairs = 'all'"):
         align_settings({"prompts": "x", "objective": "grpo"}, [], place)
     with pytest.raises(ConfigError, match="objective 'sft' cannot train on labelled pairs; choose from: "):
         align_settings({"prompts": "x", "objective": "sft"}, [], place)
