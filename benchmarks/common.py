@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -59,6 +60,19 @@ def records(path: Path) -> Iterator[Record]:
     for record, _ in read_records(source, config, role, name, errors, ReadCounts()):
         yield record
     errors.raise_if_any()
+
+
+def save_picture(chart: Any, out: Path) -> None:
+    """Draw a chart of prefed for the documentation: a small file that names no other place."""
+    import matplotlib
+
+    from prefed.ui.pages.plot_file import save
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        save(chart, out)
+    if out.suffix == ".svg":
+        text = re.sub(r"<metadata>.*?</metadata>", "", out.read_text(), flags=re.DOTALL)
+        out.write_text(re.sub(r"\n\s+", "\n", text))
 
 
 def encoded(path: Path, encoder: Encoder, limit: int) -> list[Pair]:

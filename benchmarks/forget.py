@@ -18,7 +18,6 @@ import gzip
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import same_numbers
+from common import save_picture
 
 ADDED: dict[str, dict[str, Any]] = {
     "kept": {"rounds": 6, "cohort": {"size": 1}, "evaluate": {"every": 0}, "checkpoint": {"keep": "all"}},
@@ -155,7 +155,6 @@ def draw(found: dict[str, dict[int, tuple[int, float | None]]], rounds: int, out
     """Rounds as lines and measured cost as points, by first visit, drawn as prefed draws its plots."""
     from prefed.store import CheckpointConfig
     from prefed.ui.pages.chart_data import Axis, Chart, Line, Panel, look_of
-    from prefed.ui.pages.plot_file import save
 
     lines, visits = [], range(1, rounds + 1)
     for index, (name, keep) in enumerate({"not set": None, "log": "log", "all": "all", "4": 4}.items()):
@@ -169,10 +168,7 @@ def draw(found: dict[str, dict[int, tuple[int, float | None]]], rounds: int, out
         lines.append(Line("CPU seconds", measured, [""] * len(measured), look_of(4), joined=False))
     x = Axis(f"round of the client's first visit, of {rounds}", whole=True)
     y = Axis("rounds replayed, relative to a new run", zero=True)
-    save(Chart("forget-cost", "cost of forgetting", "", [Panel(x, y, lines)]), out)
-    if out.suffix == ".svg":
-        # A picture of the documentation names no other place.
-        out.write_text(re.sub(r"<metadata>.*?</metadata>", "", out.read_text(), flags=re.DOTALL))
+    save_picture(Chart("forget-cost", "cost of forgetting", "", [Panel(x, y, lines)]), out)
 
 
 def disclosure(seed: int) -> None:

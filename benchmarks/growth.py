@@ -5,7 +5,7 @@ r"""CPU time and peak memory of whole runs as one number of them grows, and the 
 
 - ``clients``: of which ten take part in each of four rounds, with 8 training pairs each;
 - ``pairs``: training pairs of each of ten clients, four steps of 8 in each of two rounds;
-- ``length``: tokens of a prompt with one response, four steps of 2 pairs;
+- ``length``: tokens of a prompt with one response, four steps of 2 pairs, width 256;
 - ``rank``: of the LoRA, four steps of 8 pairs;
 - ``heads``: personal ones of FedPer, 83 KiB each, all of whose clients take part once, ten a round.
 
@@ -24,7 +24,6 @@ import argparse
 import json
 import math
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from common import save_picture
 from many_clients import write_data
 
 from prefed.core import Key
@@ -71,7 +71,7 @@ class Cost(NamedTuple):
     memory: float
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, width: int) -> None:
     """A Llama with random weights, which has positions for any length, and a small tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -81,8 +81,8 @@ def write_model(folder: Path) -> None:
     make_tiny(folder, synthetic.corpus(Key(7), 300), Key(7), layers=1, width=16, heads=2, steps=1)
     config = LlamaConfig(
         vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=4096,
@@ -176,7 +176,6 @@ def exponent(numbers: list[int], costs: list[float], least: float = 0.0) -> floa
 def draw(found: dict[str, tuple[list[int], list[Cost]]], out: Path) -> None:
     """Time and memory by the number, relative to its smallest, drawn as prefed draws its plots."""
     from prefed.ui.pages.chart_data import Axis, Chart, Line, Panel, look_of
-    from prefed.ui.pages.plot_file import save
 
     panels = []
     for place, what in enumerate(("CPU seconds", "peak memory, MiB")):
@@ -187,10 +186,7 @@ def draw(found: dict[str, tuple[list[int], list[Cost]]], out: Path) -> None:
                 Line(f"{LABELS[axis]}, from {numbers[0]}", points, [""] * len(points), look_of(index))
             )
         panels.append(Panel(Axis("times the smallest number", log=True), Axis(what, log=True), lines))
-    save(Chart("growth", "cost as work grows", "", panels), out)
-    if out.suffix == ".svg":
-        # A picture of the documentation names no other place.
-        out.write_text(re.sub(r"<metadata>.*?</metadata>", "", out.read_text(), flags=re.DOTALL))
+    save_picture(Chart("growth", "cost as work grows", "", panels), out)
 
 
 def main() -> None:
@@ -205,8 +201,8 @@ def main() -> None:
         parser.error(f"no axis {', '.join(sorted(unknown))}; there are {', '.join(GRID)}")
     found = dict[str, tuple[list[int], list[Cost]]]()
     with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name, "model"))
         for axis in args.axes or GRID:
+            write_model(Path(name, "model"), 256 if axis == "length" else 64)
             numbers = [n for n in GRID[axis] if args.most is None or n <= args.most]
             costs = list[Cost]()
             for number in numbers:
@@ -214,7 +210,7 @@ def main() -> None:
                     costs.append(measure(axis, number, Path(name, "model"), Path(place)))
                 seconds, memory = costs[-1]
                 print(
-                    f"{number:>7,} {LABELS[axis]}: {seconds:8.1f} CPU s, peak {memory:6.0f} MiB", flush=True
+                    f"{LABELS[axis]} {number:>7,}: {seconds:8.1f} CPU s, peak {memory:6.0f} MiB", flush=True
                 )
             found[axis] = numbers, costs
             times, peaks = ([cost[k] for cost in costs] for k in (0, 1))
