@@ -176,7 +176,7 @@ def asks(tmp_path, monkeypatch):
         site.close()
 
 
-def joined(site, run, text, code):
+def joined(site, run, text, code, judged):
     site._write_order(
         run,
         {"data": "", "round": 0, "experiment": text, "names": {"w0": "w0-reported"}}

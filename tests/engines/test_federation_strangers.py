@@ -1,6 +1,5 @@
 """A site that sends what it should not, at a hub whose clients are the toy's: no model, no NVIDIA FLARE."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -126,6 +125,6 @@ def test_the_longest_answer_is_just_long_enough(exchange):
 
 def test_a_header_beyond_all_bounds_is_not_read():
     """The payload is not JSON, so parsing it would raise an error."""
-    for size, reason in ((HEADER, "Expecting value"), (HEADER + 1, f"{HEADER + 9:,} bytes of header")):
-        with pytest.raises((ValueError, json.JSONDecodeError), match=reason):
+    for size, reason in ((HEADER, "cannot be read as JSON"), (HEADER + 1, f"{HEADER + 9:,} bytes of header")):
+        with pytest.raises(ValueError, match=reason):
             unpack(size.to_bytes(8, "little") + bytes(size))
