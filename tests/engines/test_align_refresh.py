@@ -13,6 +13,7 @@ import pytest
 from alignments import align_killed, content, rows
 from alignments import place as place
 from finished import small_experiment
+from liking import LikingJudge
 from prefed import run
 from prefed.align import AlignError
 from prefed.align.judge import JudgeError, Verdict
@@ -40,17 +41,9 @@ def liking(client, text):
     return SIGNS[client] * (sum(text.encode()) % 3)
 
 
-class Liking:
-    """Judges by what a client likes."""
-
-    def __init__(self, argument, options):
-        self._client = options.taste
-        self.identity = {"client": self._client}
-
-    def compare(self, questions):
-        for each in questions:
-            first, second = (liking(self._client, text) for text in (each.first, each.second))
-            yield Verdict((float(first > second) + float(first >= second)) / 2, "")
+class Liking(LikingJudge):
+    def liking(self, text):
+        return liking(self.client, text)
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from alignments import Killed, content, rows
 from federating import Here, Within, experiment, site_config
+from liking import LikingJudge
 from prefed import run
 from prefed.align import AlignError
-from prefed.align.judge import Verdict
 from prefed.align.judge.names import ARGUMENTS
 from prefed.config import ConfigError
 from prefed.config.align import align_settings
@@ -54,20 +54,11 @@ SIGNS = {"w0": 1, "w1": -1, "w2": 1}
 LIMIT = 4000
 
 
-class Liking:
-    """Judges by what a client likes: ``w2`` likes length, and the others disagree."""
-
-    def __init__(self, argument, options):
-        self._client = options.taste
-        self.identity = {"client": self._client}
-
-    def compare(self, questions):
-        for each in questions:
-            first, second = map(self.liking, (each.first, each.second))
-            yield Verdict((float(first > second) + float(first >= second)) / 2, "")
+class Liking(LikingJudge):
+    """``w2`` likes length, and the others disagree."""
 
     def liking(self, text):
-        return len(text) if self._client == "w2" else SIGNS[self._client] * (sum(text.encode()) % 3)
+        return len(text) if self.client == "w2" else SIGNS[self.client] * (sum(text.encode()) % 3)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -92,22 +92,23 @@ class ResponseFeatures:
             return
         backbone = self._model.backbone
         backbone.load(backbone.reference)
-        for block in split_rows(np.sort(rows), BLOCK):
-            missing = np.array([self._cache.missing(row) for row in split_rows(block, 1)])
-            pairs, places = distinct(
-                self._encoder.encode([self._model.tokens.record(int(row)) for row in block])
-            )
-            groups = self._groups(pairs)
-            group_of = np.repeat(np.arange(len(groups)), [2 * (each.stop - each.start) for each in groups])
-            read_in = group_of[places]
-            hidden = np.zeros((2 * len(pairs), backbone.width), np.float32)
-            for number, group in enumerate(groups):
-                if missing[(read_in == number).any(1)].any():
-                    with torch.no_grad(), backbone.without_idle_lora():
-                        found = self._hidden(pairs[group]).flatten(0, 1)
-                    hidden[2 * group.start : 2 * group.stop] = found.float().cpu().numpy()
-                    known = missing & (read_in.max(1) == number)
-                    self._cache.put(block[known], hidden[places[known]])
+        with torch.no_grad(), backbone.without_idle_lora():
+            for block in split_rows(np.sort(rows), BLOCK):
+                self._read(block)
+
+    def _read(self, block: Rows) -> None:
+        missing = np.array([self._cache.missing(row) for row in split_rows(block, 1)])
+        pairs, places = distinct(self._encoder.encode([self._model.tokens.record(int(row)) for row in block]))
+        groups = self._groups(pairs)
+        group_of = np.repeat(np.arange(len(groups)), [2 * (each.stop - each.start) for each in groups])
+        read_in = group_of[places]
+        hidden = np.zeros((2 * len(pairs), self._model.backbone.width), np.float32)
+        for number, group in enumerate(groups):
+            if missing[(read_in == number).any(1)].any():
+                found = self._hidden(pairs[group]).flatten(0, 1)
+                hidden[2 * group.start : 2 * group.stop] = found.float().cpu().numpy()
+                known = missing & (read_in.max(1) == number)
+                self._cache.put(block[known], hidden[places[known]])
 
     def get(self, rows: Rows) -> torch.Tensor:
         """Return h of ``rows`` on the model's device, ``[n, 2, d]`` float32. The rows must be filled."""

@@ -93,7 +93,7 @@ class SiteClients:
 
     @property
     def votes(self) -> SiteClients:
-        """See :class:`prefed.align.Voters`."""
+        """See :class:`prefed.align.Clients`."""
         return self
 
     def judge(self, refreshes: Sequence[int], pairs: Mapping[str, Sequence[Record]]) -> int:
