@@ -3,11 +3,12 @@
     python experiments/smollm2/answers.py
     python experiments/smollm2/align_prepare.py
     prefed sweep experiments/loop/loop.toml --out runs
-    python experiments/loop/arms.py runs/loop/brief-seed* [--arm ARM …] [--steps N]
+    python experiments/loop/arms.py runs/loop/brief-seed* [--arm ARM …] [--steps N] [--generations N]
 
 Each arm aligns a copy ``RUN-ARM`` with as many generated completions and training steps: four generations
 of four completions and ``--steps`` steps, or one of sixteen and four times as many steps. A client's own
-judge is the program of ``answers.py`` for the taste of the run.
+judge is the program of ``answers.py`` for the client's taste. Where clients want opposites, each arm aligns a
+policy for either side, with the labels of that side's first client.
 
 A row is a generation of an arm: the win rate of its policy over the base model on 60 questions, by the
 program (``true``) and by the selectors that labelled for it (``proxy``), their gap; the share of pairs of
@@ -25,6 +26,7 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,24 +58,29 @@ ONCE = {"generations": 1, "completions": 16}
 REFRESH = {"every": 1, "pairs": 16, "rounds": 4}
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "offline": ONCE,
-    "judged": {**ONCE, "client_judge": "oracle:TASTE", "refresh": {"every": 1, "pairs": 64, "rounds": 16}},
+    "judged": {**ONCE, "client_judge": "oracle:own", "refresh": {"every": 1, "pairs": 64, "rounds": 16}},
     "frozen": LOOP,
-    "refreshed": {**LOOP, "client_judge": "oracle:TASTE", "refresh": REFRESH},
-    "votes": {**LOOP, "client_judge": "oracle:TASTE", "labels": "clients"},
+    "refreshed": {**LOOP, "client_judge": "oracle:own", "refresh": REFRESH},
+    "votes": {**LOOP, "client_judge": "oracle:own", "labels": "clients"},
     "oracle": {**LOOP, "labels": "judge:oracle:TASTE"},
+    "grpo": {**LOOP, "objective": "grpo", "pairs": "all"},
+    "par": {**LOOP, "objective": "par", "pairs": "all"},
 }
 """Arm → its settings. ``judged`` has as many judgements as ``refreshed``, of the initial policy's text."""
 SHARES = {"true", "proxy", "accuracy", "ends", "loops"}
 COLUMNS = ("true", "proxy", "gap", "accuracy", "nats", "ends", "loops", "words", "judged")
 
 
-def closed(run: Path, arm: str, taste: str, steps: int) -> Path:
+def closed(run: Path, arm: str, taste: str, opposed: bool, steps: int, generations: int) -> Path:
     """Align a copy of a run as an arm does, unless that is done."""
-    copy = run.with_name(f"{run.name}-{arm}")
+    copy = run.with_name(f"{run.name}-{arm}-{taste}" if opposed else f"{run.name}-{arm}")
     if not (copy / "align/summary.json").exists():
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(run, copy)
         settings = json.loads(json.dumps(dict(ARMS[arm])).replace("TASTE", taste))
+        settings["generations"] = min(settings["generations"], generations)
+        if opposed and "labels" not in settings:
+            settings["taste"] = f"{taste}-0"
         settings["regenerate"] = steps * LOOP["generations"] // settings["generations"]
         table = {"prompts": str(HERE.parent / "smollm2/answers.align.jsonl"), **settings}
         align(copy, align_settings(table, [], copy))
@@ -166,21 +173,24 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--arm", choices=ARMS, action="append", metavar="ARM")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--generations", type=int, default=LOOP["generations"], help="at most so many")
     args = parser.parse_args()
     # A judge of a package would have an entry point.
     JUDGES.builtin["oracle"], ARGUMENTS["oracle"] = Oracle, "TASTE"  # type: ignore[index]
     lines = (HERE.parent / "smollm2/answers.prompts.jsonl").read_text().splitlines()
     asked = [json.loads(each)["prompt"][0]["content"] for each in lines]
-    found: defaultdict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
-    line("run", "arm", "generation", *COLUMNS)
+    found: defaultdict[tuple[str, str, int], list[dict[str, Any]]] = defaultdict(list)
+    line("run", "arm", "taste", "generation", *COLUMNS)
     for run in args.runs:
-        taste = Path(read_run(run).config["data"]["train"]["path"]).name.split(".")[1]
-        for arm in args.arm or ARMS:
-            rows = measured(closed(run, arm, taste, args.steps), taste, asked)
-            for number, figures in enumerate(rows, 1):
-                found[arm, number].append(figures)
-                line(run.name, arm, str(number), *(f"{figures[name]:.3g}" for name in COLUMNS))
-    for (arm, number), each in found.items():
+        wanted = Path(read_run(run).config["data"]["train"]["path"]).name.split(".")[1]
+        first, _, opposed = wanted.partition("-")
+        sides = [first, f"{answers.OPPOSITE}{first}"] if opposed else [first]
+        for arm, taste in product(args.arm or ARMS, sides):
+            copy = closed(run, arm, taste, bool(opposed), args.steps, args.generations)
+            for number, figures in enumerate(measured(copy, taste, asked), 1):
+                found[arm, taste, number].append(figures)
+                line(run.name, arm, taste, str(number), *(f"{figures[name]:.3g}" for name in COLUMNS))
+    for (arm, taste, number), each in found.items():
         cells = []
         for name in COLUMNS:
             values = [figures[name] for figures in each]
@@ -188,7 +198,7 @@ def main() -> None:
             interval = seed_interval(values, within=(least, most))
             spread = "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
             cells.append(f"{fmean(values):.3g}{spread}")
-        line("mean", arm, str(number), *cells)
+        line("mean", arm, taste, str(number), *cells)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from prefed.runs.labels import JUDGES
 
 
 class Oracle:
-    """Compares utilities; equal ones are a tie."""
+    """Compares utilities; equal ones are a tie. ``own`` is the taste of the client that judges."""
 
     def __init__(self, argument: str, options: JudgeOptions) -> None:
-        self.identity = {"judge": "oracle", "taste": argument}
-        self._taste = argument
+        self._taste = answers.taste_of(options.taste) if argument == "own" else argument
+        self.identity = {"judge": "oracle", "taste": self._taste}
 
     def compare(self, questions: Iterable[Question]) -> Iterator[Verdict]:
         """Yield 1 if the first answer is better, 0 if the second one is, 0.5 for a tie."""
