@@ -257,6 +257,13 @@ def test_clients_vote(finished, place, tmp_path, monkeypatch):
     assert {sum(row["votes"]) for row in rows(path / "align", "labels.jsonl")} == {1, 2}
 
 
+def test_votes_of_opposed_clients_cancel_out(finished, place, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(finished, path)
+    with pytest.raises(AlignError, match=r"ties\); votes for opposite tastes cancel out: .*fedvpa"):
+        align(path, config(place, labels="clients", generations=None))
+
+
 def test_a_judge_without_a_taste_is_made_once_and_asked_once(finished, place, tmp_path, monkeypatch):
     """Its two clients have one vote each, the same, so no pair is asked about twice."""
     path, made, asked = tmp_path / "run", list[str](), Counter()

@@ -90,10 +90,13 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     path = generation.path(alignment, FILE)
     if not labels:
         left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-        raise AlignError(
-            f"{path.parent}: no pair of completions got a label ({left_out}); use more prompts, or raise "
-            "align.temperature or data.max_length"
-        )
+        hint = "use more prompts, or raise align.temperature or data.max_length"
+        if 2 * counts["ties"] > counts["pairs"]:
+            hint = (
+                "votes for opposite tastes cancel out: serve one of them with selectors that have a latent "
+                "taste (fedvpl or fedvpa) and align.taste"
+            )
+        raise AlignError(f"{path.parent}: no pair of completions got a label ({left_out}); {hint}")
     files.write(path, dumps(labels))
     return {**counts, "labelled": len(labels), **accuracy}
 
