@@ -1,5 +1,6 @@
 """The demo from an empty folder, on a smaller federation than the user's."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -112,3 +113,40 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.
     result = CliRunner().invoke(app, ["demo", "--model", "./none"])
     assert result.exit_code == 1
     assert "'./none': no such folder" in result.output
+
+
+def test_people_train_on_what_they_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two of three people with two training pairs or more, at most two of each person's; without
+    the files, or with a row that is no pair, the error names the file."""
+    for name, value in {"CLIENTS": 2, "TRAIN": 2, "TEST": 1, "STEPS": 3}.items():
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    words = ["demo", "--people", "."]
+    missing = CliRunner().invoke(app, words)
+    assert missing.exit_code == 2
+    assert "people.train.jsonl.gz: no such file; experiments/people/prepare.py writes it" in missing.output
+    counts = {"d": (3, 2), "a": (1, 2), "c": (2, 1), "b": (2, 1)}
+    for place, split in enumerate(demo.SPLITS):
+        lines = [
+            {"prompt": f"For {k}:", "chosen": "Long words.", "rejected": "Few.", "person": who, "debate": "x"}
+            for who, own in counts.items()
+            for k in range(own[place])
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        Path(f"people.{split}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "b: the longer argument in 2 of 2 pairs" in result.output
+    rows = {
+        split: Path(f"prefed-demo-people/{split}.jsonl").read_text().splitlines() for split in demo.SPLITS
+    }
+    clients = {split: [json.loads(row)["client"] for row in own] for split, own in rows.items()}
+    assert clients == {"train": ["b", "b", "c", "c"], "test": ["b", "c"]}
+    summary = json.loads(Path("prefed-demo-people/run-lore/summary.json").read_text())
+    assert summary["method"] == "lore"
+    Path("people.test.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x", "chosen": "y"}\n'))
+    wrong = CliRunner().invoke(app, words)
+    assert wrong.exit_code != 0
+    assert "people.test.jsonl.gz, row 1: " in wrong.output

@@ -1,12 +1,13 @@
-"""``prefed demo``: a whole federation on this machine, without data; its model is made here or given."""
+"""``prefed demo``: a whole federation on this machine; preferences and model are made here or given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 CLIENTS, TRAIN, TEST, SEED = 6, 64, 64, 7
 TEXTS, STEPS = 1500, 200
 CHAT_TRAIN, CHAT_TEST = 24, 12
+SPLITS: tuple[Literal["train"], Literal["test"]] = ("train", "test")
 
 EXPERIMENT = """\
 # The experiment that `prefed demo` ran. Change a line and run it again:
@@ -64,6 +66,13 @@ TINY = {
     "own": "",
     "report": "",
 }
+PEOPLE = {
+    **TINY,
+    "method": "lore",  # a selector: what people find convincing is learned, not written
+    "data": "max_length = 256",
+    "training": "",
+    "own": "lr = 3e-2",
+}
 CHAT = {
     "method": "fedala",  # whose shared model is a whole one
     "rounds": 2,
@@ -83,6 +92,8 @@ class _Story:
         tastes: client → what it likes.
         pairs: training pairs of a client.
         settings: the experiment's; ``own`` are those that only its default method has.
+        corpus: what a model that is made here is pretrained on.
+        context: its largest number of tokens.
         more: further columns of the result.
     """
 
@@ -90,6 +101,8 @@ class _Story:
     records: Sequence[Record]
     pairs: int
     settings: dict[str, Any]
+    corpus: Iterable[str] = ()
+    context: int = 128
     more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -102,7 +115,10 @@ def demo(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help="The method; see `prefed methods` (default: fedsdg; with --model fedala)."),
+        typer.Option(
+            help="The method; see `prefed methods` (default: fedsdg, with --model fedala, with --people "
+            "lore)."
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -112,13 +128,22 @@ def demo(
             "made here).",
         ),
     ] = None,
+    people: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Real people's judgements: the folder with the files that experiments/people/prepare.py "
+            "writes (default: generated preferences).",
+        ),
+    ] = None,
 ) -> None:
-    """Generate clients' preferences, train a tiny or given model on them, and report."""
+    """Train a tiny or given model on generated preferences, or real people's, and report."""
     import os
 
     from prefed.config import Experiment, method_kind
 
-    method = method or str((TINY if model is None else CHAT)["method"])
+    usual = PEOPLE if people is not None else TINY if model is None else CHAT
+    method = method or str(usual["method"])
     with usage():
         kind = method_kind(method)
     from prefed.core import Key, files
@@ -137,8 +162,12 @@ def demo(
     key = Key(SEED)
     if model is not None and Path(model).is_dir():
         model = str(Path(model).resolve())
-    story = _tiny(key) if model is None else _chat(key, model)
-    out = out or Path("prefed-demo" if model is None else f"prefed-demo-{Path(model).name}")
+    if people is not None:
+        story = _people(people, model)
+    else:
+        story = _tiny(key) if model is None else _chat(key, model)
+    name = "prefed-demo" if people is None else "prefed-demo-people"
+    out = out or Path(name if model is None else f"{name}-{Path(model).name}")
     file = out / f"{method}.toml"
     if model is not None and file.exists() and (other := Experiment.load(file, []).model.name) != model:
         raise UsageError(f"{file} trains another model, {other}: choose another --out")
@@ -153,7 +182,7 @@ def demo(
     for client, taste in story.tastes.items():
         console.print(f"  {client}: {taste}")
     if model is None and not (out / "model").exists():
-        _make_model(out / "model", key, console)
+        _make_model(out / "model", story, key, console)
     workers = min(2, os.cpu_count() or 1)
     if not file.exists():
         objective = OBJECTIVE if "objective" in kind.Settings.model_fields else ""
@@ -188,32 +217,67 @@ def _tiny(key: Key) -> _Story:
 
     records = synthetic.generate(key, clients=CLIENTS, train=TRAIN, test=TEST)
     tastes = {client: taste.describe() for client, taste in synthetic.tastes(key, CLIENTS).items()}
-    return _Story(tastes, records, TRAIN, TINY, {"oracle": _oracle(records)})
+    corpus = synthetic.corpus(key, TEXTS)
+    return _Story(tastes, records, TRAIN, TINY, corpus, more={"oracle": _oracle(records)})
 
 
 def _chat(key: Key, model: str) -> _Story:
     """Advice in four ways of speaking, for a model that has learned to chat."""
     from prefed.config.new_file import toml_value
     from prefed.data import advice
-    from prefed.models.pretrained import bfloat16_cost
 
     report = f"\n[report]\nprompts = {toml_value(advice.PROMPTS)}\n"
     tastes = {client: style.describe() for client, style in advice.STYLES.items()}
     records = advice.generate(key, train=CHAT_TRAIN, test=CHAT_TEST)
+    return _Story(tastes, records, CHAT_TRAIN, {**CHAT, **_given(model), "report": report})
+
+
+def _given(model: str) -> dict[str, str]:
+    """The settings of a model that is not made here."""
+    from prefed.config.new_file import toml_value
+    from prefed.models.pretrained import bfloat16_cost
+
     dtype = 'dtype = "bfloat16"                      # which this processor multiplies faster\n'
-    settings = {
-        **CHAT,
-        "model": toml_value(model),
-        "dtype": dtype if bfloat16_cost() < 1 else "",
-        "report": report,
-    }
-    return _Story(tastes, records, CHAT_TRAIN, settings)
+    return {"model": toml_value(model), "dtype": dtype if bfloat16_cost() < 1 else ""}
 
 
-def _make_model(folder: Path, key: Key, console: Console) -> None:
+def _people(folder: Path, model: str | None) -> _Story:
+    """What the first people with enough judgements found more convincing."""
+    from dataclasses import replace
+
+    from prefed.data import DataConfig, Record, Source
+    from prefed.data.errors import ErrorCollector
+    from prefed.data.sources import ReadCounts, read_records
+
+    found: defaultdict[str, dict[str, list[Record]]] = defaultdict(lambda: {name: [] for name in SPLITS})
+    for split in SPLITS:
+        path = folder / f"people.{split}.jsonl.gz"
+        if not path.exists():
+            raise UsageError(f"{path}: no such file; experiments/people/prepare.py writes it")
+        source, errors = Source(path=str(path)), ErrorCollector()
+        config = DataConfig(train=source, partition={"by": "column", "column": "person"})
+        for record, _ in read_records(source, config, split, None, errors, ReadCounts()):
+            person = str(record.column("person"))
+            found[person][split].append(replace(record, client=person, split=split, extra={}))
+        errors.raise_if_any()
+    enough = [who for who, own in sorted(found.items()) if len(own["train"]) >= TRAIN and own["test"]]
+    if not enough:
+        raise UsageError(f"{folder}: nobody has {TRAIN} training pairs and a test pair")
+    train, test, tastes = list[Record](), list[Record](), dict[str, str]()
+    for person in enough[:CLIENTS]:
+        own = found[person]["train"][:TRAIN]
+        longer = sum(len(pair.chosen) > len(pair.rejected) for pair in own)
+        tastes[person] = f"the longer argument in {longer} of {TRAIN} pairs"
+        train += own
+        test += found[person]["test"][:TEST]
+    corpus = dict.fromkeys(f"{pair.prompt} {text}" for pair in train for text in (pair.chosen, pair.rejected))
+    settings = PEOPLE if model is None else {**PEOPLE, **_given(model)}
+    return _Story(tastes, [*train, *test], TRAIN, settings, corpus, context=256)
+
+
+def _make_model(folder: Path, story: _Story, key: Key, console: Console) -> None:
     from rich.progress import Progress
 
-    from prefed.data import synthetic
     from prefed.models.tiny import make_tiny
 
     with Progress(console=console, transient=True) as bar:
@@ -222,7 +286,7 @@ def _make_model(folder: Path, key: Key, console: Console) -> None:
         def step(done: int, steps: int, loss: float) -> None:
             bar.update(task, completed=done, total=steps)
 
-        make_tiny(folder, synthetic.corpus(key, TEXTS), key, steps=STEPS, progress=step)
+        make_tiny(folder, story.corpus, key, context=story.context, steps=STEPS, progress=step)
     console.print(f"a tiny language model, pretrained on similar text, in {folder}", markup=False)
 
 
