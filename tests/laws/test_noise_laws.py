@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -13,7 +14,7 @@ import toy
 from prefed.core import Download, Entry, Exchange, Key, Layout, Privacy, Round, Tensors, Upload
 from prefed.engines.validation import expected_groups, withhold_scalars
 from prefed.methods import METHODS
-from prefed.privacy import noised_mean, privatize
+from prefed.privacy import noised_mean, noised_votes, privatize, vote_noise
 from prefed.privacy.mechanism import normal
 from prefed.store import RunReader
 from prefed.testing import Problem, QuadraticTrainer
@@ -112,6 +113,39 @@ def test_the_noise_is_as_large_as_it_says():
     means = noised_mean([], Download(zero), EXCHANGE, {"model": layout}, 4, private(noise=2.0), Key(1))
     assert float(means["model"].flat.std()) == pytest.approx(0.25, rel=0.025)
     assert means["model"].flat.dtype == torch.float32
+
+
+def votes_of_clients(pairs):
+    return st.lists(st.lists(st.integers(-3, 3), min_size=pairs, max_size=pairs), min_size=2)
+
+
+@given(votes=st.integers(1, 12).flatmap(votes_of_clients))
+def test_one_client_moves_a_sum_of_votes_by_one_clip_or_two(votes):
+    """C = √n for n pairs, also if what a client sends are no votes; the others make no difference."""
+    first, other, *rest = np.array(votes)
+    bound = math.sqrt(len(first)) + 1e-9
+    total, without, replaced = (
+        noised_votes(np.stack([own, *rest]), private(), None) for own in (first, 0 * first, other)
+    )
+    assert np.linalg.norm(total - without) <= bound
+    assert np.linalg.norm(total - replaced) <= 2 * bound
+
+
+def test_unanimous_clients_reach_the_bound_of_votes():
+    """One vote a client on each of 9 pairs moves their sum by 3, and by 6 against it."""
+    ones = np.ones((1, 9))
+    total, other = (noised_votes(own, private(), None) for own in (ones, -ones))
+    assert (np.linalg.norm(total), np.linalg.norm(total - other)) == (3, 6)
+
+
+@pytest.mark.parametrize(("kind", "deviation"), [("central", 400.0), ("local", 1200.0)])
+def test_the_noise_of_votes_is_as_large_as_it_says(kind, deviation):
+    """z = 2 on 40,000 pairs: 2 √40,000, and √9 times as much if each of 9 clients adds its own."""
+    some = private(kind, noise=2.0)
+    noise = noised_votes(np.zeros((9, 40_000)), some, Key(1))
+    assert noise.std() == pytest.approx(deviation, rel=0.025)
+    assert vote_noise(some, 9, 40_000) == pytest.approx(deviation)
+    assert (noised_votes(np.zeros((9, 40_000)), some, Key(2)) == noise).mean() < 0.01
 
 
 @pytest.mark.parametrize("key", [Key(5), None])

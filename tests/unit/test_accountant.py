@@ -104,6 +104,28 @@ def test_sampling_helps_where_it_is_secret_alone():
     assert (whole.sampling, whole.replaced) == ("none", False)
 
 
+def test_votes_of_all_clients_are_not_amplified_by_sampling():
+    """With known cohorts a release of votes is one like any other, and T of them are one with noise over √T.
+    With secret ones the Rényi divergences add up: those of the rounds, and α (2/z)²/2 or α/(2 z²) a vote."""
+    pytest.importorskip("dp_accounting")
+    from dp_accounting.rdp import compute_epsilon
+
+    from prefed.privacy.accountant import _one
+
+    known = guarantee_of(Privacy(**CENTRAL), 20, 20)
+    assert known.epsilon(3, 1e-5, votes=4) == known.epsilon(7, 1e-5)
+    assert exact(1 / math.sqrt(7), 1e-5) <= known.epsilon(3, 1e-5, 4) <= 1.12 * exact(1 / math.sqrt(7), 1e-5)
+    assert known.epsilon(0, 1e-5, 1) == known.epsilon(1, 1e-5)
+    secret = Privacy(**{**CENTRAL, "noise_multiplier": 2.0, "secret_cohorts": True})
+    for sampling, distance in (("poisson", 1), ("fixed", 2)):
+        drawn = guarantee_of(secret, 100, 10, sampling)
+        orders = np.array(_one(drawn).orders)
+        divergences = 8 * _one(drawn).rdp + 3 * orders * (distance / 2) ** 2 / 2
+        expected, _ = compute_epsilon(orders, divergences, 1e-5)
+        assert drawn.epsilon(8, 1e-5, votes=3) == pytest.approx(expected)
+        assert drawn.epsilon(11, 1e-5) < drawn.epsilon(8, 1e-5, votes=3)
+
+
 def fixed_cohort_moment(order, share, distance):
     """E_Q[(P/Q)^α] of one release of a fixed cohort, bounded from above: P and Q differ in one client.
 

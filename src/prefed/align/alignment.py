@@ -40,7 +40,7 @@ class Scorer(Protocol):
 
     def scores(
         self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
-    ) -> tuple[npt.NDArray[np.int64], Scores]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.floating]]:
         """Score pairs; see :meth:`Selectors.scores`."""
 
 
@@ -209,6 +209,7 @@ class Alignment:
         tastes: reads the tastes of clients, for a policy that takes tastes.
         unseen_pairs: reads pairs of clients with prompts that selectors were not trained on.
         clients: those that judge completions, for refreshed selectors.
+        privacy: returns what the run and clients' votes have spent, if every request for votes is a release.
         callback: receives the progress of the stages.
     """
 
@@ -225,6 +226,7 @@ class Alignment:
     tastes: Callable[[], KnownTastes] | None = None
     unseen_pairs: Callable[[], Sequence[Record]] = tuple
     clients: Clients | None = None
+    privacy: Callable[[], Mapping[str, Any]] | None = None
     callback: Callback = field(default_factory=Callback)
 
     @property

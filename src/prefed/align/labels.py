@@ -240,7 +240,13 @@ def _labels(
 ) -> Iterator[LabelRow]:
     """Yield the labels of the first part that has any; pairs of later parts are counted as cut."""
     prompts, path = own_prompts(alignment), generation.path(alignment, SCORES)
-    batches = [[part[k : k + BATCH] for k in range(0, len(part), BATCH)] for part in parts]
+    # Each request for noised votes is a release.
+    released = alignment.privacy is not None and alignment.config.labels == CLIENTS
+    sizes = [len(part) or 1 if released else BATCH for part in parts]
+    batches = [
+        [part[k : k + size] for k in range(0, len(part), size)]
+        for part, size in zip(parts, sizes, strict=True)
+    ]
     done = whole_batches(path, [len(batch) for part in batches for batch in part])
     found, judged = False, list[list[Candidates]]()
     for part, own in zip(parts, batches, strict=True):

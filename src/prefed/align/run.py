@@ -182,7 +182,8 @@ def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
         _forget_others(alignment.folder, stages)
     figures = run_stages(alignment, stages, again)
     seconds = sum(float(stage["seconds"]) for stage in figures.values())
-    summary = {**(figures if stages is STAGES else summarize(figures)), "seconds": seconds}
+    spent = {} if alignment.privacy is None else {"privacy": alignment.privacy()}
+    summary = {**(figures if stages is STAGES else summarize(figures)), **spent, "seconds": seconds}
     files.write(alignment.folder / SUMMARY, _pretty(summary))
     return summary
 

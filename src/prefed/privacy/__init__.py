@@ -7,7 +7,15 @@ from prefed.core.lazy import attach
 if TYPE_CHECKING:
     from prefed.privacy.accountant import Guarantee, guarantee_of
     from prefed.privacy.distributed import Grid, MetricError, MetricSum, source_of
-    from prefed.privacy.mechanism import clipped_steps, flat_steps, mean_of_sum, noised_mean, privatize
+    from prefed.privacy.mechanism import (
+        clipped_steps,
+        flat_steps,
+        mean_of_sum,
+        noised_mean,
+        noised_votes,
+        privatize,
+        vote_noise,
+    )
 
 __all__ = [
     "Grid",
@@ -19,8 +27,10 @@ __all__ = [
     "guarantee_of",
     "mean_of_sum",
     "noised_mean",
+    "noised_votes",
     "privatize",
     "source_of",
+    "vote_noise",
 ]
 
 __getattr__ = attach(__name__, __file__)

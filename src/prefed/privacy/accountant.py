@@ -69,15 +69,18 @@ class Guarantee:
         discrete = "" if self.colluders is None else f"discrete, hub and {self.colluders} sites colluding, "
         return f"Rényi: {discrete}{drawn[self.sampling]}"
 
-    def epsilon(self, releases: int, delta: float) -> float | None:
+    def epsilon(self, releases: int, delta: float, votes: int = 0) -> float | None:
         """ε after ``releases`` releases; ``None`` without noise.
+
+        Args:
+            votes: further releases with the same noise, of all clients, so that no sampling amplifies them.
 
         Raises:
             AccountantError: ``dp-accounting`` is not installed.
         """
-        if not releases:
+        if not releases + votes:
             return 0.0
-        return _epsilon(self, releases, delta) if self.noise_multiplier else None
+        return _epsilon(self, releases, delta, votes) if self.noise_multiplier else None
 
     def noise_for(self, epsilon: float, releases: int, delta: float) -> float:
         """The smallest noise multiplier for ``epsilon`` after ``releases`` releases, rounded up to four
@@ -109,9 +112,11 @@ class Guarantee:
                 ) from error
         return math.ceil(float(found) * 1e4) / 1e4
 
-    def _event(self, noise: float) -> DpEvent:
+    def _event(self, noise: float, sampled: bool = True) -> DpEvent:
         accounting = require()
         gaussian = accounting.GaussianDpEvent(noise / (2 if self.replaced else 1))
+        if not sampled:
+            return gaussian
         if self.sampling == "fixed":
             # Theorem 27 of arXiv:1808.00087 with the χ-divergences of normal distributions, less than those
             # of other mechanisms. The proof is in tests/unit/test_accountant.py.
@@ -141,22 +146,23 @@ def guarantee_of(
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(guarantee: Guarantee, releases: int, delta: float) -> float:
+def _epsilon(guarantee: Guarantee, releases: int, delta: float, votes: int) -> float:
     one = _one(guarantee)
     require()
     from dp_accounting.rdp import compute_epsilon
 
     # Rényi divergences of releases add up; computing those of one release is slow and cached.
-    epsilon, _ = compute_epsilon(one.orders, one.rdp * releases, delta)
+    divergences = one.rdp * releases + (_one(guarantee, sampled=False).rdp * votes if votes else 0.0)
+    epsilon, _ = compute_epsilon(one.orders, divergences, delta)
     return float(epsilon)
 
 
 @lru_cache(maxsize=64)
-def _one(guarantee: Guarantee) -> RdpAccountant:
+def _one(guarantee: Guarantee, sampled: bool = True) -> RdpAccountant:
     """The accountant after one release."""
     accountant = _accountant(guarantee)
     with _quiet():
-        return accountant.compose(guarantee._event(guarantee.noise_multiplier))
+        return accountant.compose(guarantee._event(guarantee.noise_multiplier, sampled))
 
 
 def _accountant(guarantee: Guarantee) -> RdpAccountant:

@@ -92,6 +92,36 @@ def noised_mean(
     return {name: _like(like, group) for name, group in mean.items()}
 
 
+def noised_votes(votes: NDArray[np.floating], privacy: Privacy, key: Key | None) -> NDArray[np.int64]:
+    """The sum of clients' votes on n pairs, with noise, in whole votes; 0 is a tie.
+
+    A vote is between −1 and 1, so those of a client are at most C = √n long, whatever ``clip`` is. The sum
+    is rounded after the noise; whole numbers have no digits that give away what the noise was added to.
+
+    Args:
+        votes: ``[M, n]``.
+        key: of the noise, used for no other votes; ``None`` for the operating system's secure numbers.
+    """
+    total = torch.from_numpy(np.clip(votes, -1, 1).astype(np.float64).sum(0))
+    names = ["sum"] if privacy.kind == "central" else range(len(votes))
+    for name in names if privacy.noise_multiplier else ():
+        deviation = vote_noise(privacy, 1, len(total))
+        total += normal(len(total), key and key.at("noise", name)) * deviation
+    rounded: NDArray[np.int64] = total.round().long().numpy()
+    return rounded
+
+
+def vote_noise(privacy: Privacy, clients: int, pairs: int) -> float:
+    """Standard deviation of the noise on the sum of clients' votes on one pair, if all vote on so many pairs.
+
+    >>> private = Privacy(kind="central", clip=0.3, noise_multiplier=4.0, delta=1e-5)
+    >>> vote_noise(private, 100, 25), vote_noise(private.model_copy(update={"kind": "local"}), 100, 25)
+    (20.0, 200.0)
+    """
+    own = (privacy.noise_multiplier or 0.0) * math.sqrt(pairs)
+    return own * math.sqrt(clients) if privacy.kind == "local" else own
+
+
 def clipped_steps(upload: Upload, download: Download, exchange: Exchange, clip: float | None) -> Upload:
     """The update of an upload as its tensors, clipped: what a client gives its site under ``distributed``."""
     origin = {name: _origin(download, exchange, name, group.layout) for name, group in upload.tensors.items()}

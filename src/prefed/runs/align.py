@@ -55,10 +55,11 @@ from prefed.runs.refresh import RunClients
 from prefed.runs.start_or_resume import run_log
 from prefed.runs.tastes import OPPOSED, common_taste, known_tastes, published_taste, split_taste
 from prefed.runs.track import tracked_alignment
+from prefed.runs.votes import NoisedVotes, spent
 from prefed.store import RunReader
 from prefed.store.directory import lock
 
-FOLDER = "align"
+FOLDER, VOTES = "align", "votes.jsonl"
 UNSEEN = 256
 """Largest number of pairs to measure the accuracy of selectors on."""
 
@@ -299,8 +300,16 @@ def _alignment(
             )
         clients = RunClients(source.run, config)
         judged = clients.identity
+    votes = record.path / FOLDER / VOTES
     if clients is not None and config.labels == CLIENTS:
         judge, origin = clients.votes, judged
+        if experiment.privacy.kind == "distributed":
+            raise AlignError(
+                f"{record.path}: [privacy] kind = 'distributed': masked sums of votes are not available; use "
+                "labels by selectors"
+            )
+        if experiment.privacy.kind is not None:
+            judge = NoisedVotes(source.run, clients, votes, source.callback)
     return Alignment(
         folder=record.path / FOLDER,
         config=config,
@@ -319,6 +328,10 @@ def _alignment(
         tastes=source.tastes,
         unseen_pairs=source.unseen_pairs,
         clients=clients,
+        # Votes of an earlier alignment stay spent.
+        privacy=(lambda: spent(source.run, votes))
+        if isinstance(judge, NoisedVotes) or votes.exists()
+        else None,
         callback=source.callback,
     )
 

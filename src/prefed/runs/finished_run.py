@@ -505,6 +505,12 @@ def alignment_of(run: Path) -> Outcome | None:
     )
 
 
+def spent_with_votes(alignment: Outcome | None) -> dict[str, Any]:
+    """Return the entry ``privacy`` of an alignment with clients' votes, which replaces that of its run."""
+    known: Mapping[str, Any] = {} if alignment is None else alignment.summary
+    return {"privacy": known["privacy"]} if "privacy" in known else {}
+
+
 def tastes_in(run: Path) -> Mapping[str, Any] | None:
     """Return :attr:`RunRecord.tastes` without reading the other files of the run."""
     path = run / "tastes.json"
@@ -540,11 +546,14 @@ def _labels(path: Path) -> tuple[Example, ...]:
         if len(first) == EXAMPLES:
             break
     return tuple(
-        Example(
-            prompt_text(row["prompt"]), row["chosen"], row["rejected"], "{} to {} votes".format(*row["votes"])
-        )
+        Example(prompt_text(row["prompt"]), row["chosen"], row["rejected"], _lead(row))
         for row in first.values()
     )
+
+
+def _lead(row: LabelRow) -> str:
+    won, lost = row["votes"]
+    return f"{won} to {lost} votes" if won + lost > 1 else f"margin {row['margin']:.2f}"
 
 
 def prompt_text(prompt: str | list[dict[str, str]]) -> str:

@@ -417,6 +417,7 @@ def align(
         from prefed.runs.align import align as align_run
         from prefed.runs.labels import check_selectors
         from prefed.train.metrics import health_line
+        from prefed.ui.pages.terminal import privacy_line
 
         check_selectors(record)
         folder = record.path / FOLDER
@@ -446,6 +447,7 @@ def align(
             measured = f", win rate {kept['win_rate']:.3f} over its start on {answered}; {health}"
         for line in (
             f"kept: epoch {kept['epoch']} of {len(training['epochs'])}{generation}{measured}",
+            *([privacy_line(done["privacy"])] if "privacy" in done else []),
             f"adapter: {folder / 'adapter'}",
             f"summary: {folder / 'summary.json'}",
             *next_commands(run, selectors=True, aligned=True),

@@ -18,7 +18,7 @@ from prefed.core.strict_settings import flatten
 from prefed.core.text import markdown_text, pluralize, printable_lines, size
 from prefed.runs.align import stored_settings
 from prefed.runs.export import Export
-from prefed.runs.finished_run import RunError, RunRecord, alignment_of
+from prefed.runs.finished_run import RunError, RunRecord, alignment_of, spent_with_votes
 from prefed.runs.metrics import Figure
 from prefed.runs.start_or_resume import is_place
 from prefed.train.metrics import TABLE, mean_interval
@@ -284,15 +284,19 @@ def _data(run: RunRecord, sets: list[str]) -> str:
 
 def _privacy(run: RunRecord, export: Export) -> list[str]:
     """What the run guarantees each client, one sentence or two per line."""
-    promise = run.summary.get("privacy")
+    # An adapter is aligned after all votes, which are further releases.
+    spent = spent_with_votes(alignment_of(run.path)) if export.aligned else {}
+    promise: Mapping[str, Any] | None = {**run.summary, **spent}.get("privacy")
     if promise is None or promise["epsilon"] is None:
         why = "no noise was added during training" if promise is None else "updates have no noise"
         return [f"No guarantee of differential privacy: {why}. {_MAY_REVEAL}"]
+    votes = f", and {promise['votes']} of votes on completions" if "votes" in promise else ""
     lines = [
         f"**Guarantee**: differential privacy with epsilon {promise['epsilon']:.3g} at delta "
         f"{promise['delta']:g}, by the Gaussian mechanism with clip {promise['clip']:g} and noise multiplier "
         f"{promise['noise_multiplier']:g}, over {pluralize(promise['releases'], 'release', 'releases')} of "
-        "the client that took part most often.",
+        "the client that took part most often"
+        f"{votes}.",
         f"**Unit**: one client with all its pairs. In neighbouring data sets, "
         f"{markdown_text(promise['adjacency'])}.",
         f"**Sampling**: {markdown_text(promise['bound'])}. {_SAMPLING['cohorts known' in promise['bound']]}",

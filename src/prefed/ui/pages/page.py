@@ -17,7 +17,15 @@ import tomli_w
 
 from prefed.core import files
 from prefed.core.text import duration, pluralize, size
-from prefed.runs.finished_run import Outcome, RunRecord, alignment_of, judged_of, read_run, read_summary
+from prefed.runs.finished_run import (
+    Outcome,
+    RunRecord,
+    alignment_of,
+    judged_of,
+    read_run,
+    read_summary,
+    spent_with_votes,
+)
 from prefed.runs.track import logged_settings
 from prefed.train.metrics import TEXT_REMEDY, broken_text
 from prefed.train.metrics.run_warnings import flat_loss_warning
@@ -133,7 +141,7 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
         verdict=verdict(run.summary),
         text_line=text_health.text_line(text) if text else "",
         text_table=text_health.health_table(text) if text else None,
-        notes=_notes(run),
+        notes=_notes(run, alignment),
         curves=[*round_curves.accuracy_charts(run), *text_health.text_charts(run)],
         rounds=round_curves.rounds_table(run),
         clients_curves=round_curves.clients(run),
@@ -160,9 +168,10 @@ def _render(run: RunRecord, judged: Sequence[Outcome], unfinished: Unfinished | 
     )
 
 
-def _notes(run: RunRecord) -> list[str]:
+def _notes(run: RunRecord, alignment: Outcome | None) -> list[str]:
     lines = {"stop": best_line, "privacy": privacy_line}
-    summary: Mapping[str, Any] = run.summary
+    # Votes of clients are further releases.
+    summary: Mapping[str, Any] = {**run.summary, **spent_with_votes(alignment)}
     texts = [line(summary[key]) for key, line in lines.items() if key in summary]
     return [f"{text[0].upper()}{text[1:]}." for text in texts]
 

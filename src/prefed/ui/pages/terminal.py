@@ -190,6 +190,8 @@ def privacy_line(privacy: Mapping[str, Any]) -> str:
             "guarantee"
         )
     releases = pluralize(privacy["releases"], "release", "releases")
+    if "votes" in privacy:
+        releases += f" and {privacy['votes']} of votes, {privacy['epsilon_without_votes']:.3g} without them"
     known = "; the seed reveals the noise" if privacy["draws"] == "seed" else ""
     return (
         f"privacy: {privacy['kind']}, epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g} "
