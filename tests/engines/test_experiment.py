@@ -23,6 +23,7 @@ from prefed.runs.start_or_resume import fitted
 from prefed.store import RunReader, StoreError
 from prefed.train.pair_cache import PairScoreCache
 from prefed.train.pair_model import ReferenceLogprobs
+from prefed.train.tastes import ResponseFeatures
 from prefed.ui.pages.page import render
 from toy import Warned, left
 
@@ -131,6 +132,34 @@ def test_alike_runs_share_the_reference_and_no_other_does(place, tmp_path, monke
         alone = fitted(experiment(place, **{"evaluate": {"every": 0}, **other}))
         assert reference_folder(alone, tmp_path) != folder
     assert reference_folder(fitted(experiment(place, "fedper", evaluate={"every": 0})), tmp_path) != folder
+
+
+def test_selectors_share_hidden_states_whatever_the_method_and_seed(place, tmp_path, monkeypatch):
+    """A run of another method with another seed reads no response again, and ends as alone, bit for bit. One
+    with other pairs, splits or batches reads its own."""
+
+    def selectors(method, **changes):
+        return experiment(place, method, **{"rounds": 1, "evaluate": {"every": 0}, **changes})
+
+    other = selectors("fedvpl", seed=5)
+    run(other, tmp_path / "alone")
+    monkeypatch.setenv("PREFED_REFERENCE", str(tmp_path / "shared"))
+    run(selectors("lore", cohort={"size": 3}), tmp_path / "first")
+    known = {path.parent for path in (tmp_path / "shared").rglob("responses-*.f32")}
+    with monkeypatch.context() as frozen:
+        frozen.setattr(ResponseFeatures, "_hidden", lambda *_: pytest.fail("a response was read"))
+        run(other, tmp_path / "second")
+    assert left(tmp_path / "second") == left(tmp_path / "alone")
+    drawn, fewer = (other.data.model_copy(update=change) for change in ({"test": None}, {"limit": 8}))
+    for number, one in enumerate(
+        (
+            other.model_copy(update={"data": fewer}),
+            selectors("lore", engine={"threads": 1, "max_tokens": 512}),
+            *(other.model_copy(update={"data": drawn, "seed": seed}) for seed in (5, 6)),
+        )
+    ):
+        run(one, tmp_path / f"other-{number}")
+    assert len({path.parent for path in (tmp_path / "shared").rglob("responses-*.f32")} - known) == 4
 
 
 def test_a_run_leaves_what_it_returns(place, whole):

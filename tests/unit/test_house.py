@@ -253,18 +253,18 @@ BUDGET: dict[str, tuple[int, str]] = {
         622,
         "sums of votes with noise, and their epsilon",
     ),
-    "src/prefed/runs/": (6_587, "votes with noise, stored and counted"),
+    "src/prefed/runs/": (6_594, "hidden states that methods and seeds share"),
     "src/prefed/store/": (850, ""),
     "src/prefed/testing/": (700, ""),
     "src/prefed/trackers/": (600, ""),
-    "src/prefed/train/": (4_210, "the objective grpo"),
+    "src/prefed/train/": (4_215, "hidden states that methods and seeds share"),
     "src/prefed/ui/": (7_667, "epsilon with votes in the terminal, the page and the card"),
     "experiments/tests/": (2_270, "tests of experiment programs stand next to these"),
     "tests/": (2_500, "a parser of pages that two files had"),
     "tests/cli/": (4_810, "tables of inputs are one test with a subtest a row"),
     "tests/engines/": (
-        11_680,
-        "votes with noise: a twin, epsilon, kills, draws",
+        11_700,
+        "selectors share hidden states, bit for bit",
     ),
     "tests/golden/": (4_960, "par against a plain policy gradient"),
     "tests/laws/": (1_895, "how much a client moves a sum of votes"),
@@ -273,7 +273,7 @@ BUDGET: dict[str, tuple[int, str]] = {
         "how much a client moves a sum of metrics; discrete noise by plain whole numbers",
     ),
     # Words.
-    "docs, README.md": (63_682, "votes with noise; loops for opposed tastes"),
+    "docs, README.md": (63_692, "votes with noise; loops for opposed tastes"),
 }
 """Place → what it may hold, and why that was raised last, written in the commit that raises it."""
 

@@ -420,8 +420,12 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def model_digest(backbone: Backbone) -> str:
-    """Return SHA-256 over the architecture, a sample of each weight, and the initial adapter."""
+def model_digest(backbone: Backbone, *, idle: bool = True) -> str:
+    """Return SHA-256 over the architecture, a sample of each weight, and the initial adapter.
+
+    Args:
+        idle: whether an initial adapter counts whose B are all zero, which changes no hidden state.
+    """
     config = backbone.causal.config.to_dict()
     for where in ("_name_or_path", "transformers_version"):
         config.pop(where, None)
@@ -433,5 +437,7 @@ def model_digest(backbone: Backbone) -> str:
         sample = flat[:: max(1, flat.numel() // 1024)].to("cpu", torch.float32)
         name = name.replace(".parametrizations", "").removesuffix(".original")
         digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.numpy().tobytes())
-    digest.update(backbone.initial.flat.numpy().data)
+    b = [entry.name for entry in backbone.layout.entries if entry.factor == "B"]
+    if idle or WEIGHTS in backbone.needs or any(bool(backbone.initial[name].any()) for name in b):
+        digest.update(backbone.initial.flat.numpy().data)
     return digest.hexdigest()

@@ -26,7 +26,7 @@ from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_tokenizer
 from prefed.models.pretrained import with_dtype
 from prefed.models.trainable_parts import EXAMPLES
-from prefed.runs.reference import reference_folder
+from prefed.runs.reference import features_folder, reference_folder
 from prefed.train.losses import OBJECTIVES, check_feedback
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -123,18 +123,20 @@ def build_job(experiment: Experiment, folder: Path) -> Job:
     files.private_folder(folder)
     dataset = build_data(experiment, folder / "data")
     _check_ranks(experiment, dataset.clients)
-    job = assemble_job(experiment, build_trainers(experiment, dataset, reference_folder(experiment, folder)))
+    caches = reference_folder(experiment, folder), features_folder(experiment, folder)
+    job = assemble_job(experiment, build_trainers(experiment, dataset, *caches))
     warn_of_like_selectors(experiment, job)
     return job
 
 
 def build_trainers(
-    experiment: Experiment, dataset: FederatedDataset, cache: Path | None
+    experiment: Experiment, dataset: FederatedDataset, cache: Path | None, features: Path | None = None
 ) -> PairTrainerFactory:
     """Load the model of an experiment, with the parts that its method needs.
 
     Args:
         cache: folder for reference log-probabilities; ``None`` keeps them in memory.
+        features: folder for hidden states; defaults to ``cache``.
 
     Raises:
         ModelError: the model cannot be used.
@@ -156,6 +158,7 @@ def build_trainers(
         backbone,
         dataset,
         cache=cache,
+        features=features or cache,
         max_tokens=experiment.engine.max_tokens,
         fast=experiment.model.fast,
         unseen=unseen_clients(experiment, dataset),

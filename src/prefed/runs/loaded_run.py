@@ -46,7 +46,7 @@ from prefed.runs.build import (
     selector_settings,
 )
 from prefed.runs.finished_run import RunError, RunRecord, no_client, read_run
-from prefed.runs.reference import reference_folder
+from prefed.runs.reference import features_folder, reference_folder
 from prefed.runs.start_or_resume import CODE, absent_code, changed_code, settings_digest
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError
@@ -279,8 +279,8 @@ def load_run(path: str | Path, *, data: bool = False, best: bool = False) -> Loa
     else:
         sizes = {client: ClientSizes(**counts) for client, counts in record.summary["clients"].items()}
         dataset = FederatedDataset.without_pairs(sizes)
-    reference = reference_folder(experiment, cache) if dataset.has_pairs else None
-    trainers = build_trainers(experiment, dataset, reference)
+    folders = (reference_folder(experiment, cache), features_folder(experiment, cache))
+    trainers = build_trainers(experiment, dataset, *(folders if dataset.has_pairs else (None,)))
     _check_fingerprint(record, trainers)
     return LoadedRun(record, experiment, reader, trainers, assemble_job(experiment, trainers))
 

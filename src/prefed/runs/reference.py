@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from prefed.config import Experiment
@@ -18,10 +19,10 @@ NOT_CACHED = {
 }
 """Keys and tables of an experiment that do not affect ``cache/``."""
 _FREE = NOT_CACHED - {"evaluate"} | {"method"}
-"""Keys and tables, except those below, in which runs that share a cache may differ. ``evaluate`` may not,
-since evaluations decide how pairs are batched first.
+"""Keys and tables, but for some settings, in which runs that share log-probabilities may differ. ``evaluate``
+may not, since evaluations decide how pairs are batched first.
 """
-_FIXED = ("method.name", "engine.max_tokens")
+PARTS = "parts"
 
 
 def reference_folder(experiment: Experiment, cache: Path) -> Path:
@@ -33,11 +34,27 @@ def reference_folder(experiment: Experiment, cache: Path) -> Path:
     Args:
         cache: the cache of the run, used if the environment variable is not set.
     """
+    return _folder(experiment, _FREE, ("method.name", "engine.max_tokens", PARTS), cache)
+
+
+def features_folder(experiment: Experiment, cache: Path) -> Path:
+    """Return the cache folder for hidden states of the frozen model, which methods and seeds share.
+
+    They depend on nothing but the model and the pairs of a client's split, which the names of files contain.
+
+    Args:
+        cache: as for :func:`reference_folder`.
+    """
+    return _folder(experiment, _FREE | {"seed", "evaluate"}, ("engine.max_tokens",), cache)
+
+
+def _folder(experiment: Experiment, free: Set[str], fixed: Sequence[str], cache: Path) -> Path:
+    """Return the folder of runs that agree in all keys and tables but ``free``, and in ``fixed``."""
     shared = os.environ.get(SHARED)
     if not shared:
         return cache / "reference"
-    tables = flatten(experiment.tables())
-    alike = {name: value for name, value in tables.items() if name.partition(".")[0] not in _FREE}
-    alike |= {name: tables[name] for name in _FIXED if name in tables}
-    alike["parts"] = sorted(experiment.parts)
+    tables = {**flatten(experiment.tables()), PARTS: sorted(experiment.parts)}
+    free |= {PARTS}
+    alike = {name: value for name, value in tables.items() if name.partition(".")[0] not in free}
+    alike |= {name: tables[name] for name in fixed if name in tables}
     return Path(shared) / files.digest(json.dumps(alike, sort_keys=True).encode())[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ class PairTrainerFactory:
     Args:
         backbone: the frozen model; nothing else may use it.
         cache: folder for outputs of the reference model; ``None`` keeps them in memory.
+        features: the same for hidden states of the frozen model.
         unseen: clients whose pairs are never trained on, even by pooled methods.
         reward_model: folder or hub name of the model that scores responses, for offline PPO.
         responses: see :class:`~prefed.train.PairTrainer`.
@@ -94,6 +96,7 @@ class PairTrainerFactory:
         dataset: FederatedDataset,
         *,
         cache: Path | None = None,
+        features: Path | None = None,
         max_tokens: int = 4096,
         fast: bool = True,
         unseen: Sequence[str] = (),
@@ -120,6 +123,7 @@ class PairTrainerFactory:
             dataset.tokens,
             cache=cache,
             name=name,
+            features=self._features(features, rows),
             max_tokens=max_tokens,
             fast=fast,
             rewards=rewards,
@@ -127,6 +131,14 @@ class PairTrainerFactory:
             examples=examples,
             feedback=feedback,
         )
+
+    def _features(self, folder: Path | None, splits: Sequence[Rows]) -> Path | None:
+        """Return the folder for hidden states that any method reads, with any seed."""
+        if folder is None:
+            return None
+        clients = hashlib.sha256(b"".join(rows.tobytes() + b"|" for rows in splits)).hexdigest()
+        names = (model_digest(self.backbone, idle=False), self.dataset.tokens.fingerprint, clients)
+        return folder / "-".join(["features", *(name[:12] for name in names)])
 
     @property
     def initial(self) -> Tensors:

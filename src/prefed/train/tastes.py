@@ -307,8 +307,7 @@ class HiddenTrainer(ObjectiveTrainer):
         encoder = pair_trainer.responses or ResponseEncoder(
             model.tokenizer, Template(model.tokenizer), model.window or sys.maxsize
         )
-        name = f"{pair_trainer.name}-responses"
-        self._features = ResponseFeatures(self._model, encoder, pair_trainer.cache, name)
+        self._features = ResponseFeatures(self._model, encoder, pair_trainer.features, "responses")
         self._weights: Mapping[str, torch.Tensor] = model.parameters
 
     def loss(self, tensors: Tensors, objective: Objective, rows: Rows) -> float:

@@ -166,6 +166,7 @@ class PairTrainer:
         tokens: all pairs; a client is a set of rows.
         cache: folder for outputs of the reference model; ``None`` keeps them in memory.
         name: identifies model and data in ``cache``.
+        features: folder for hidden states of the frozen model; ``None`` keeps them in memory.
         max_tokens: maximum number of tokens per forward pass; larger batches are split, with equal results.
         fast: use packed batches if the model's family supports them.
         rewards: scores of a reward model, for offline PPO.
@@ -187,6 +188,7 @@ class PairTrainer:
         *,
         cache: Path | None = None,
         name: str = "reference",
+        features: Path | None = None,
         max_tokens: int = 4096,
         fast: bool = True,
         rewards: Rewards | None = None,
@@ -195,7 +197,7 @@ class PairTrainer:
         examples: ExampleEncoder | None = None,
         feedback: Feedback = PAIRS,
     ) -> None:
-        self.backbone, self.cache, self.name = backbone, cache, name
+        self.backbone, self.cache, self.name, self.features = backbone, cache, name, features
         self.rewards, self.responses, self.examples, self._feedback = rewards, responses, examples, feedback
         backbone.loss_scale = first_loss_scale(backbone)
         longest = examples.max_length if examples else 0
