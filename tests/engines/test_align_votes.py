@@ -16,7 +16,6 @@ from alignments import place as place
 from finished import small_experiment
 from liking import LikingJudge
 from prefed import run
-from prefed.align import AlignError
 from prefed.align.judge.names import ARGUMENTS
 from prefed.config import Experiment
 from prefed.core import Callback, Key, Privacy
@@ -97,6 +96,14 @@ class Heard(Callback):
 VOTES = {"labels": "clients", "generations": None}
 
 
+def sums(path):
+    """The answers of an alignment, each after the row with its number."""
+    written = rows(path / "align", "votes.jsonl")
+    assert [row["number"] for row in written[::2]] == list(range(1, len(written) // 2 + 1))
+    assert [row["request"] for row in written[::2]] == [row["request"] for row in written[1::2]]
+    return written[1::2]
+
+
 def true_votes(folder, name="scores.jsonl"):
     """The two clients' votes on each pair of the labels, ``[2, n]``."""
     made = rows(folder, "completions.jsonl")
@@ -113,7 +120,7 @@ def test_the_labeller_sees_the_sum_of_votes_with_noise(copy, place, kind):
     path, heard = copy(kind=kind, **PRIVACY), Heard()
     align(path, config(place, **VOTES), callbacks=[heard])
     folder = path / "align"
-    votes, answers = true_votes(folder), rows(folder, "votes.jsonl")
+    votes, answers = true_votes(folder), sums(path)
     key = Key(read_run(path).config["seed"]).at("align").at("votes", answers[0]["request"]).at("noise", "sum")
     keys = [key] if kind == "central" else [Key(key.seed, key.path[:-1]).at("noise", k) for k in (0, 1)]
     draws = [torch.randn(votes.shape[1], generator=own.torch(), dtype=torch.float64).numpy() for own in keys]
@@ -136,7 +143,7 @@ def test_each_answer_is_a_release_that_epsilon_counts(copy, place):
     again, is none. The terminal, the page and the card have the total."""
     path = copy(kind="central", **PRIVACY)
     summary = align(path, config(place, **VOTES, epochs=2))
-    answers = rows(path / "align", "votes.jsonl")
+    answers = sums(path)
     assert len({row["request"] for row in answers}) == len(answers) == 3
     promised = guarantee_of(Privacy(kind="central", **PRIVACY), 2, 2)
     spent = summary["privacy"]
@@ -145,7 +152,7 @@ def test_each_answer_is_a_release_that_epsilon_counts(copy, place):
     assert spent["epsilon_without_votes"] == pytest.approx(promised.epsilon(2, 1e-5))
     labels = rows(path / "align", "labels.jsonl")
     align(path, config(place, **VOTES, epochs=2), stage="labels")
-    assert rows(path / "align", "votes.jsonl") == answers
+    assert sums(path) == answers
     assert rows(path / "align", "labels.jsonl") == labels
     line = f"epsilon {spent['epsilon']:.3g} at delta 1e-05"
     shown = CliRunner().invoke(app, ["align", str(path), "--resume"])
@@ -195,18 +202,18 @@ def test_killed_at_any_write_a_stored_answer_is_used_again(copy, place, draws, m
     mine, theirs = (content(own / "align") for own in (path, whole))
     differing = [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]
     assert bool(differing) == (draws == "system"), differing
-    sums = [row["sum"] for row in rows(path / "align", "votes.jsonl")]
+    answers = [row["sum"] for row in sums(path)]
     for number in (1, 2):
         scores = rows(path / f"align/generations/{number}", "scores.jsonl")
-        assert [2 * row["scores"][0] for row in scores] in sums
-    assert json.loads((path / "align/summary.json").read_text())["privacy"]["votes"] == len(sums)
+        assert [2 * row["scores"][0] for row in scores] in answers
+    assert json.loads((path / "align/summary.json").read_text())["privacy"]["votes"] == len(answers)
 
 
 class Others:
     """The same votes by other judges."""
 
     def __init__(self, clients):
-        self.names, self.votes = clients.names, clients.votes
+        self.names, self.noised, self.noise = clients.names, clients.noised, clients.noise
         self.identity = {**clients.identity, "left": {"client": "right"}}
 
 
@@ -221,13 +228,7 @@ def test_other_pairs_judges_and_noise_have_other_draws(copy, place):
         asked = [votes.scores(own)[1][0] for own in (pairs, pairs[::-1], [*pairs[:-1], pairs[0]])]
         asked.append(replace(votes, clients=Others(votes.clients)).scores(pairs)[1][0])
         assert np.array_equal(votes.scores(pairs)[1][0], asked[0])
-        assert len(rows(path / "align", "votes.jsonl")) == 4
+        assert len(sums(path)) == 4
         noises += [*asked, asked[1][::-1]]
     assert len(noises) == 15
     assert np.abs(np.corrcoef(noises) - np.eye(15)).max() < 0.4
-
-
-def test_masked_sums_of_votes_are_refused(copy, place):
-    path = copy(kind="distributed", sites=3, colluders=0, **PRIVACY)
-    with pytest.raises(AlignError, match="masked sums of votes are not available"):
-        align(path, config(place, **VOTES))

@@ -22,7 +22,7 @@ from prefed.align import AlignError
 from prefed.align.judge.names import ARGUMENTS
 from prefed.config import ConfigError
 from prefed.config.align import align_settings
-from prefed.core import Key, files
+from prefed.core import Key, Privacy, files
 from prefed.data import Message, Record, synthetic
 from prefed.data.synthetic import utility
 from prefed.engines.tasks import MemoryStates
@@ -300,7 +300,7 @@ def test_a_run_with_noise_has_no_votes(place, finished, copy, asks):
     path = copy / "over/config.toml"
     path.write_text(noised(path.read_text()))
     with (
-        pytest.raises(ConfigError, match="votes of single clients have no noise"),
+        pytest.raises(ConfigError, match="sites add noise only to sums of votes"),
         site_clients(copy / "over", settings(place), Within({}), TERMS, print),
     ):
         pass
@@ -355,7 +355,8 @@ def voting(sites):
     asked.most = lambda *_: 0
     backend, terms = FederationBackend(asked, MemoryStates(), homes, 1.0, said.append), TERMS
     config = SimpleNamespace(refresh=SimpleNamespace(pairs=2))
-    return SiteClients(Path(), config, {}, homes, 1, backend, Within(sites), terms, said.append)
+    about = Path(), config, {}, homes, 1, Privacy(), len(homes)
+    return SiteClients(*about, backend, Within(sites), terms, said.append)
 
 
 def test_votes_are_in_the_order_of_clients_and_a_site_that_is_away_is_named():

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+import typing
 from contextlib import suppress
 
 import numpy as np
@@ -378,6 +379,8 @@ def test_too_few_sites_are_refused_before_the_run(place, tmp_path):
 class Hub:
     """Speaks to site a alone, in the name of the hub and of any other site's process."""
 
+    settings: typing.ClassVar = {}
+
     def __init__(self, place, folder, **limits):
         self.place, self.folder = place, folder
         self.run, self.model = "0" * 16, b""
@@ -405,7 +408,7 @@ class Hub:
         pins = {name: fingerprint(own.public) for name, own in identities(self.folder).items()}
         pins = {other: text for other, text in pins.items() if other != "site-a"}
         data = {"train": str(self.place / "w0.jsonl"), "partition": {"by": "column", "column": "worker"}}
-        changes = {"name": "site-a", "sites": pins, "data": data, "limits": limits}
+        changes = {"name": "site-a", "sites": pins, "data": data, "limits": limits, **self.settings}
         self.site = Site(site_config(self.place, self.folder, "site-a", **changes))
         self.join()
 
@@ -429,7 +432,7 @@ class Hub:
             round=number,
             exchange=exchange,
             attempt=attempt,
-            size=size or (1024 if exchange else 64),
+            size=size or (1024 if exchange == "train" else 64),
             members=members,
             clients=dict.fromkeys(clients),
             order=order_digest(self.text, self.clients, []),

@@ -134,6 +134,17 @@ class Clients(Protocol):
     def votes(self) -> Scorer:
         """Their votes, ``[U, n]``: 1, 0 or −1 of each client that trains, in order; 0 without a verdict."""
 
+    def noised(self, pairs: Sequence[Record], request: str, number: int) -> npt.NDArray[np.int64] | None:
+        """Return the sum of their votes with the run's noise, ``[n]``; ``None``: ask with another number.
+
+        Args:
+            request: the name of these votes.
+            number: used for these pairs only.
+        """
+
+    def noise(self, pairs: int) -> float:
+        """Return the standard deviation of the noise on the sum for each of so many pairs."""
+
     @property
     def names(self) -> Sequence[str]:
         """The clients that train."""

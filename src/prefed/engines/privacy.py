@@ -13,7 +13,16 @@ from prefed.core import Exchange, Key, Layout, Plain, Round, State, Upload
 from prefed.engines.aggregation import Aggregation, aggregate
 from prefed.engines.job import Job
 from prefed.engines.validation import expected_groups, summed_metrics
-from prefed.privacy import Grid, Guarantee, flat_steps, guarantee_of, mean_of_sum, noised_mean, source_of
+from prefed.privacy import (
+    Grid,
+    Guarantee,
+    VoteSum,
+    flat_steps,
+    guarantee_of,
+    mean_of_sum,
+    noised_mean,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -147,6 +156,18 @@ def simulated_means(
     grid, key = metrics.grid(job.privacy, sites, len(job.members)), _noise_key(job, "", now)
     total = _noised_sum(map(metrics.steps, answers.values()), metrics.size, grid, key)
     return metrics.means(total, clients), grid.deviation / clients
+
+
+def simulated_votes(job: Job, votes: NDArray[np.floating], key: Key | None) -> NDArray[np.int64]:
+    """The sum of clients' votes that a federation's hub would get.
+
+    Args:
+        votes: ``[M, n]``.
+        key: of the noise, used for no other votes; ``None`` for the operating system's secure numbers.
+    """
+    summed, sites = VoteSum(votes.shape[1]), simulated_sites(job)
+    grid = summed.grid(job.privacy, sites, len(job.members))
+    return summed.votes(_noised_sum(map(summed.steps, votes), summed.size, grid, key and key.at("noise")))
 
 
 def simulated_sites(job: Job) -> int:

@@ -6,7 +6,7 @@ from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.privacy.accountant import Guarantee, guarantee_of
-    from prefed.privacy.distributed import Grid, MetricError, MetricSum, source_of
+    from prefed.privacy.distributed import Grid, MetricError, MetricSum, VoteSum, source_of
     from prefed.privacy.mechanism import (
         clipped_steps,
         flat_steps,
@@ -22,6 +22,7 @@ __all__ = [
     "Guarantee",
     "MetricError",
     "MetricSum",
+    "VoteSum",
     "clipped_steps",
     "flat_steps",
     "guarantee_of",

@@ -168,6 +168,32 @@ class MetricSum:
         return dict(zip(self.names, means.tolist(), strict=True))
 
 
+@dataclass(frozen=True)
+class VoteSum:
+    """Clients' votes on pairs of completions as a sum: each is between −1 and 1, so C = √pairs."""
+
+    pairs: int
+
+    @property
+    def size(self) -> int:
+        """Number of words; as :attr:`MetricSum.size`."""
+        return max(_LEAST_WORDS, self.pairs)
+
+    def grid(self, privacy: Privacy, sites: int, clients: int) -> Grid:
+        """The fixed-point numbers of the sum; as :meth:`Grid.of`."""
+        return Grid.of(privacy.model_copy(update={"clip": math.sqrt(self.pairs)}), sites, clients)
+
+    def steps(self, votes: NDArray[np.floating]) -> NDArray[np.float64]:
+        """What a client adds."""
+        steps = np.zeros(self.size)
+        steps[: self.pairs] = np.clip(votes, -1, 1)
+        return steps
+
+    def votes(self, total: NDArray[np.float64]) -> NDArray[np.int64]:
+        """A sum in the unit of steps, in whole votes."""
+        return np.rint(total[: self.pairs]).astype(np.int64)
+
+
 def source_of(key: Key | None) -> Source:
     """The random bytes of a key, for simulations; without one, the operating system's secure ones."""
     return secrets.token_bytes if key is None else key.numpy().bytes

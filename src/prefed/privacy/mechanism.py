@@ -111,15 +111,19 @@ def noised_votes(votes: NDArray[np.floating], privacy: Privacy, key: Key | None)
     return rounded
 
 
-def vote_noise(privacy: Privacy, clients: int, pairs: int) -> float:
+def vote_noise(privacy: Privacy, clients: int, pairs: int, sites: int = 0) -> float:
     """Standard deviation of the noise on the sum of clients' votes on one pair, if all vote on so many pairs.
+
+    Args:
+        sites: number of sites that add noise, under ``distributed``.
 
     >>> private = Privacy(kind="central", clip=0.3, noise_multiplier=4.0, delta=1e-5)
     >>> vote_noise(private, 100, 25), vote_noise(private.model_copy(update={"kind": "local"}), 100, 25)
     (20.0, 200.0)
     """
     own = (privacy.noise_multiplier or 0.0) * math.sqrt(pairs)
-    return own * math.sqrt(clients) if privacy.kind == "local" else own
+    shares = {"local": clients, "distributed": sites / ((sites - privacy.colluding(sites)) or 1)}
+    return own * math.sqrt(shares.get(privacy.kind or "", 1))
 
 
 def clipped_steps(upload: Upload, download: Download, exchange: Exchange, clip: float | None) -> Upload:

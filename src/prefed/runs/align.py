@@ -303,11 +303,6 @@ def _alignment(
     votes = record.path / FOLDER / VOTES
     if clients is not None and config.labels == CLIENTS:
         judge, origin = clients.votes, judged
-        if experiment.privacy.kind == "distributed":
-            raise AlignError(
-                f"{record.path}: [privacy] kind = 'distributed': masked sums of votes are not available; use "
-                "labels by selectors"
-            )
         if experiment.privacy.kind is not None:
             judge = NoisedVotes(source.run, clients, votes, source.callback)
     return Alignment(

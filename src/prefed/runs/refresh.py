@@ -9,13 +9,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from prefed.align import AlignError, Selectors
 from prefed.align.judge.names import ALIKE, split_name
 from prefed.align.refresh import HELD_OUT, pair_row
 from prefed.align.stages import dumps
 from prefed.config import AlignConfig, Experiment, to_toml
-from prefed.core import files
+from prefed.core import Key, files
 from prefed.core.text import listed
+from prefed.data import Record
+from prefed.engines.privacy import simulated_sites, simulated_votes
+from prefed.privacy import noised_votes, vote_noise
 from prefed.runs.build import build_data, build_job
 from prefed.runs.continued_run import copy_commits, prepared_run
 from prefed.runs.finished_run import read_run
@@ -104,6 +110,20 @@ class RunClients:
     def votes(self) -> ClientVotes:
         """See :class:`prefed.align.Clients`."""
         return ClientVotes([*self.scorers.values()])
+
+    def noised(self, pairs: Sequence[Record], request: str, number: int) -> NDArray[np.int64]:
+        """See :class:`prefed.align.Clients`; noise of other votes is another one."""
+        privacy, (_, votes) = self.run.job.privacy, self.votes.scores(pairs)
+        named = Key(self.run.experiment.seed).at("align").at("votes", request)
+        key = None if privacy.draws == "system" else named
+        if privacy.kind == "distributed":
+            return simulated_votes(self.run.job, votes, key)
+        return noised_votes(votes, privacy, key)
+
+    def noise(self, pairs: int) -> float:
+        """See :class:`prefed.align.Clients`."""
+        job = self.run.job
+        return vote_noise(job.privacy, len(self.names), pairs, simulated_sites(job))
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:

@@ -14,26 +14,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from prefed.align import Clients
+from prefed.align import AlignError, Clients
 from prefed.align.stages import append, rows_in, whole_batches
-from prefed.core import Callback, Key
+from prefed.core import Callback
 from prefed.data import Record
 from prefed.data.record import plain_prompt
 from prefed.engines.privacy import guarantee
-from prefed.privacy import noised_votes, vote_noise
 from prefed.runs.loaded_run import LoadedRun
+
+ATTEMPTS = 3
+"""How often clients are asked for one sum before an alignment stops."""
 
 
 @dataclass(frozen=True)
 class NoisedVotes:
     """Labels pairs with the sum of clients' votes, with noise.
 
-    Each answer is stored before it is used. So a repeated request gets the same one, and the number of stored
-    answers is that of the releases.
+    The file has each request before it is made, which counts as a release, and its answer before that is
+    used. So a repeated request gets the same answer.
 
     Attributes:
         run: the run, whose noise multiplier and ε these are.
-        path: the file of answers.
+        path: the file.
     """
 
     run: LoadedRun
@@ -44,23 +46,38 @@ class NoisedVotes:
     def scores(
         self, pairs: Sequence[Record], tastes: torch.Tensor | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the noised sum on all pairs over the number of clients, ``[1, n]``."""
-        privacy, clients = self.run.job.privacy, len(self.clients.names)
+        """Return the noised sum on all pairs over the number of clients, ``[1, n]``.
+
+        Raises:
+            AlignError: there is no sum.
+        """
         rows = [[plain_prompt(each.prompt), each.chosen, each.rejected, dict(each.extra)] for each in pairs]
-        about = [privacy.model_dump(), self.clients.identity, rows]
+        about = [self.run.job.privacy.model_dump(), self.clients.identity, rows]
         # Noise of other votes must be another one.
         request = sha256(json.dumps(about).encode()).hexdigest()
-        answers = _answers(self.path)
-        if request not in answers:
-            key = Key(self.run.experiment.seed).at("align").at("votes", request)
-            own = None if privacy.draws == "system" else key
-            answers[request] = noised_votes(self.clients.votes.scores(pairs)[1], privacy, own).tolist()
-            append(self.path, [{"request": request, "sum": answers[request]}], mode=0o600)
-            self._report(clients, len(pairs))
-        return np.arange(len(pairs)), np.array([answers[request]]) / clients
+        known = [row["sum"] for row in _rows(self.path) if row["request"] == request and "sum" in row]
+        total = known[0] if known else self._ask(pairs, request)
+        return np.arange(len(pairs)), np.array([total]) / len(self.clients.names)
 
-    def _report(self, clients: int, pairs: int) -> None:
-        noise = vote_noise(self.run.job.privacy, clients, pairs)
+    def _ask(self, pairs: Sequence[Record], request: str) -> list[int]:
+        rows = [row for row in _rows(self.path) if "number" in row]
+        number = max((row["number"] for row in rows if row["request"] == request), default=0)
+        for _ in range(ATTEMPTS):
+            if not number:
+                number = len(rows) + 1
+                rows.append({"request": request, "number": number})
+                append(self.path, rows[-1:], mode=0o600)
+            found = self.clients.noised(pairs, request, number)
+            if found is not None:
+                total: list[int] = found.tolist()
+                append(self.path, [{"request": request, "sum": total}], mode=0o600)
+                self._report(len(pairs))
+                return total
+            number = 0
+        raise AlignError("no sum of votes: a site changed its keys or its words; continue with --resume")
+
+    def _report(self, pairs: int) -> None:
+        clients, noise = len(self.clients.names), self.clients.noise(pairs)
         epsilon = spent(self.run, self.path)["epsilon"]
         total = "no epsilon" if epsilon is None else f"epsilon is now {epsilon:.3g}"
         text = f"votes of {clients:,} clients on {pairs:,} pairs have noise {noise:.3g} on each sum; {total}"
@@ -80,12 +97,12 @@ def spent(run: LoadedRun, path: Path) -> Mapping[str, Any]:
         path: the file of :class:`NoisedVotes`.
     """
     before: Mapping[str, Any] = run.record.summary["privacy"]
-    votes = len(_answers(path))
+    votes = sum("number" in row for row in _rows(path))
     epsilon = guarantee(run.job).epsilon(before["releases"], before["delta"] or 0.0, votes)
     return {**before, "epsilon": epsilon, "votes": votes, "epsilon_without_votes": before["epsilon"]}
 
 
-def _answers(path: Path) -> dict[str, list[int]]:
-    # A killed process may have left half an answer, which nobody used.
+def _rows(path: Path) -> list[dict[str, Any]]:
+    # A killed process may have left half a row, on which nothing was done.
     whole_batches(path, repeat(1))
-    return {row["request"]: row["sum"] for row in rows_in(path)} if path.exists() else {}
+    return list(rows_in(path)) if path.exists() else []

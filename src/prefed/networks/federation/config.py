@@ -155,7 +155,8 @@ class Limits(StrictModel):
         0,
         ge=0,
         description="maximum number of pairs of completions that a client judges in a run, with [judge]; "
-        "votes reach the hub without noise, and in a refresh the number of pairs; 0: none",
+        "votes reach the hub, under secure sums only as a noised sum, and in a refresh the number of pairs; "
+        "0: none",
     )
     message_mb: int = Field(4096, ge=1, description="maximum length of a message in MiB")
     visit_seconds: float = Field(0, ge=0, description="time limit of a visit in seconds; 0: no limit")

@@ -198,10 +198,10 @@ class Keys(Message):
 
 
 class Sum(BoundRequest):
-    """Train or evaluate clients of the site, and send the masked sum of their updates or metrics.
+    """Train, evaluate or ask clients, and send the masked sum of their updates, metrics or votes.
 
     Attributes:
-        exchange: empty for an evaluation.
+        exchange: empty for an evaluation; ``votes-N`` for votes, where N is used for one request only.
         attempt, size, members: as in :class:`~prefed.privacy.secure.Session`.
         clients: client → receipt of its private state; ``None`` for the initial state.
         order: from :func:`order_digest`.
@@ -215,6 +215,11 @@ class Sum(BoundRequest):
     members: list[Keys]
     clients: dict[str, Receipt | None]
     order: str
+
+    @property
+    def votes(self) -> bool:
+        """Whether clients vote on pairs of completions."""
+        return re.fullmatch("votes-[0-9]{1,6}", self.exchange) is not None
 
     def of(self, settings: str, body: bytes) -> Session:
         """The session that this request describes."""

@@ -24,7 +24,7 @@ from prefed.engines import WorkerError
 from prefed.engines.backends.processes import Worker
 from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog, contents
-from prefed.networks.federation.config import SiteConfig, check_places
+from prefed.networks.federation.config import SiteConfig, SiteJudge, check_places
 from prefed.networks.federation.decisions import (
     check_approved,
     check_may_forget,
@@ -75,7 +75,7 @@ from prefed.networks.federation.messages import (
 from prefed.networks.federation.privacy_ledger import Releases
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
-from prefed.privacy import Grid, MetricError, MetricSum, flat_steps, source_of
+from prefed.privacy import Grid, MetricError, MetricSum, VoteSum, flat_steps, source_of
 from prefed.privacy.secure import Identity, Participant, SecureError
 from prefed.privacy.secure import check_members as check_sites
 from prefed.runs.build import code_digests
@@ -397,33 +397,16 @@ class Site:
 
     def _vote(self, run: str, request: Visit, body: bytes) -> bytes:
         """Let a client judge pairs of completions, and answer with its votes."""
-        order, limits, judge = self._read_order(run) or {}, self.config.limits, self.config.judge
+        order = self._read_order(run) or {}
         if not ("exchanges" in order and "pairs" in order) or _digest(order) != request.order:
             return pack(unknown=True)
         own = _own_client(order, request.round, request.client)
-        if judge is None or not limits.judgements:
-            raise RefusalError("[limits] judgements = 0: clients of this site judge no completions")
-        if judge_kind(judge.name) == PEOPLE and not request.refreshes:
-            raise RefusalError("[judge]: people do not vote on every pair: use [align.refresh]")
+        judge = self._judge(bool(request.refreshes))
         if self._experiment_of(run, order).privacy.kind is not None:
             raise RefusalError("[privacy]: votes have no noise, and this run promises noise")
         records, asked = read_pairs(body), files.digest(request.exchange.encode() + body)
         folder, pairs = self._state / "runs" / run, len(records)
-        votes = Votes(folder, request.client, judge)
-        if asked not in votes.given:
-            if (total := votes.count + pairs) > limits.judgements:
-                raise RefusalError(
-                    f"[limits] judgements: {total:,} pairs of the client requested in this run, at most "
-                    f"{limits.judgements:,} allowed"
-                )
-            self._begin(run, order)
-            fields = self._work(run, order, request.task(body), None)
-            if fields["withheld"]:
-                # The hub learns that people are asked, and nothing of the commands.
-                self._say(fields["withheld"])
-                raise RefusalError(f"people have not judged yet: {request.client}; continue with --resume")
-            votes.keep(asked, fields["message"])
-        given = votes.given[asked]
+        given = self._given(run, order, request.task(body), asked, pairs)
         about: dict[str, Any] = {"run": run, "round": request.round, "client": request.client}
         about |= {"judge": judge.name, "request": asked}
         if request.refreshes:
@@ -435,6 +418,42 @@ class Site:
         self.log.add("judge", **about, bytes=pairs, votes=given)
         self._say(f"run {run[:8]}: {request.client}, {pluralize(pairs, 'vote', 'votes')}")
         return pack(np.array(given, np.int8).tobytes())
+
+    def _judge(self, refreshes: bool) -> SiteJudge:
+        """How clients of this site judge completions, if they do."""
+        judge = self.config.judge
+        if judge is None or not self.config.limits.judgements:
+            raise RefusalError("[limits] judgements = 0: clients of this site judge no completions")
+        if judge_kind(judge.name) == PEOPLE and not refreshes:
+            raise RefusalError("[judge]: people do not vote on every pair: use [align.refresh]")
+        return judge
+
+    def _votes(self, run: str, client: str, asked: str, pairs: int) -> Votes:
+        """A client's votes, after a check that it may vote on these pairs."""
+        assert self.config.judge is not None
+        votes, most = (
+            Votes(self._state / "runs" / run, client, self.config.judge),
+            self.config.limits.judgements,
+        )
+        if asked not in votes.given and (total := votes.count + pairs) > most:
+            raise RefusalError(
+                f"[limits] judgements: {total:,} pairs of the client requested in this run, at most "
+                f"{most:,} allowed"
+            )
+        return votes
+
+    def _given(self, run: str, order: dict[str, Any], task: Task, asked: str, pairs: int) -> list[int]:
+        """The votes of a task's client on pairs of completions, by the name ``asked``."""
+        votes = self._votes(run, task.client, asked, pairs)
+        if asked not in votes.given:
+            self._begin(run, order)
+            fields = self._work(run, order, task, None)
+            if fields["withheld"]:
+                # The hub learns that people are asked, and nothing of the commands.
+                self._say(fields["withheld"])
+                raise RefusalError(f"people have not judged yet: {task.client}; continue with --resume")
+            votes.keep(asked, fields["message"])
+        return votes.given[asked]
 
     def _visited(
         self,
@@ -475,22 +494,31 @@ class Site:
         if privacy.kind != "distributed":
             raise RefusalError(f"[privacy] kind = {privacy.kind!r}: this run has no secure sums")
         # There may be no client of this site in the cohort, and then no task to check.
+        votes = VoteSum(len(read_pairs(body))) if request.votes else None
         metrics = None if request.exchange else MetricSum(tuple(order["metrics"]))
-        if request.exchange not in (*order["exchanges"], "") or not order["round"] <= request.round:
+        known = request.votes or request.exchange in (*order["exchanges"], "")
+        if not known or not order["round"] <= request.round:
             raise RefusalError(f"there is no sum in {request.exchange!r} in round {request.round}")
         if 4 * request.size > self.config.limits.message_mb * 2**20:
             raise RefusalError(f"a sum of {request.size:,} numbers is longer than [limits] message_mb allows")
         names = {client: _own_client(order, request.round, client) for client in sorted(request.clients)}
-        task = Task("evaluate" if metrics else "visit", "", request.round, request.exchange, body)
-        for client in names:
-            visit, pairs = replace(task, client=client), order["pairs"][client]
-            check_task(visit, experiment, self.config, pairs, order["exchanges"])
-        check_download(body, "the task's download")
+        exchange = "" if votes else request.exchange
+        task = Task(
+            "judge" if votes else "evaluate" if metrics else "visit", "", request.round, exchange, body
+        )
+        if votes:
+            self._check_votes(run, order, request, votes, body)
+        else:
+            for client in names:
+                visit, pairs = replace(task, client=client), order["pairs"][client]
+                check_task(visit, experiment, self.config, pairs, order["exchanges"])
+            check_download(body, "the task's download")
         session = request.of(settings_of(order["experiment"], order["members"], order["unseen"]), body)
         sites, clients = len(session.members), len({*order["members"]} - {*order["unseen"]})
         try:
             check_sites(session, participant.member, self.config.sites, privacy.colluding(sites) + 2)
-            grid = metrics.grid(privacy, sites, clients) if metrics else Grid.of(privacy, sites, clients)
+            parts = votes or metrics
+            grid = parts.grid(privacy, sites, clients) if parts else Grid.of(privacy, sites, clients)
         except (SecureError, ValueError) as error:
             raise RefusalError(str(error)) from error
         for own in names.values():
@@ -500,7 +528,10 @@ class Site:
             return pack(used=True)
         self._begin(run, order)
         self._releases.count(names.values(), privacy)
-        total, receipts = self._summed(run, order, task, request, grid, metrics)
+        if votes:
+            total, receipts = self._voted(run, order, task, request, grid, votes), dict[str, str]()
+        else:
+            total, receipts = self._summed(run, order, task, request, grid, metrics)
         total += grid.noise(request.size, source_of(None))
         words = participant.mask(total.astype(np.uint32), session).tobytes()
         if request.round > order["round"]:
@@ -512,11 +543,36 @@ class Site:
             "numbers": request.size,
         }
         about |= {"sites": [each.site for each in session.members], "clients": sorted(request.clients)}
+        if votes and self.config.judge:
+            about |= {"judge": self.config.judge.name, "request": files.digest(body)}
         self.log.add("sum", **about, attempt=request.attempt)
         self._say(f"run {run[:8]}: round {request.round}, {what}, a sum of {sites} sites")
         answer = pack(words, receipts=receipts, signature=participant.sign(words, receipts, session).hex())
         self._releases.keep(run, request.round, release, answer)
         return answer
+
+    def _check_votes(
+        self, run: str, order: dict[str, Any], request: Sum, votes: VoteSum, body: bytes
+    ) -> None:
+        """Check that clients of this site may vote on so many pairs."""
+        self._judge(False)
+        if request.size != votes.size:
+            raise RefusalError(f"a sum of votes has {votes.size:,} numbers, not {request.size:,}")
+        if unseen := sorted({*request.clients} & {*order["unseen"]}):
+            raise RefusalError(f"{unseen[0]} does not train in this run, so it has no vote")
+        for client in request.clients:
+            self._votes(run, client, files.digest(body), votes.pairs)
+
+    def _voted(
+        self, run: str, order: dict[str, Any], task: Task, request: Sum, grid: Grid, votes: VoteSum
+    ) -> NDArray[np.int64]:
+        """The sum of the clients' votes without noise; repeated pairs get the same votes."""
+        total = np.zeros(request.size, np.int64)
+        for client in sorted(request.clients):
+            visit = replace(task, client=client)
+            given = self._given(run, order, visit, files.digest(task.message), votes.pairs)
+            total += grid.words(votes.steps(np.array(given)))
+        return total
 
     def _summed(
         self,

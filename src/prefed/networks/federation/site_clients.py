@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from prefed.align import AlignError, Selectors
 from prefed.config import AlignConfig, ConfigError, Experiment, to_toml
 from prefed.config.file import read_toml
-from prefed.core import Callback, files
+from prefed.core import Callback, Privacy, files
 from prefed.core.text import listed
 from prefed.data import ClientSizes, FederatedDataset, Record
 from prefed.engines import Task
@@ -33,10 +33,11 @@ from prefed.networks.federation.federate import (
     gather,
     roster_digest,
 )
-from prefed.networks.federation.hub import FederationBackend, Sites
+from prefed.networks.federation.hub import Attempt, FederationBackend, Sites
 from prefed.networks.federation.judging import read_votes, write_pairs
 from prefed.networks.federation.messages import Judged
 from prefed.networks.federation.transport import Transport
+from prefed.privacy import VoteSum, vote_noise
 from prefed.runs.build import unseen_clients
 from prefed.runs.continued_run import copy_commits, prepared_run
 from prefed.runs.finished_run import read_run
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
     import torch
 
 
+_REMEDY = (
+    "continue with prefed align --resume when all sites are back, or label without them (--sites, --stage)"
+)
+
+
 @dataclass
 class SiteClients:
     """Clients that judge at their sites; see :class:`prefed.align.Clients`.
@@ -60,6 +66,8 @@ class SiteClients:
         known: contents of its ``federation.json``.
         homes: client that judges → its site.
         round: the last round of the run.
+        privacy: of the run.
+        members: number of clients that train in the run, of all sites.
         backend: sends tasks to the sites.
         terms: for further rounds; their sites are those of ``homes``.
         warn: called with warnings of further rounds.
@@ -70,6 +78,8 @@ class SiteClients:
     known: Mapping[str, Any]
     homes: Mapping[str, str]
     round: int
+    privacy: Privacy
+    members: int
     backend: FederationBackend
     transport: Transport
     terms: Terms
@@ -194,10 +204,7 @@ class SiteClients:
                 raise AlignError(f"{self._who(result.client)}: no votes: {result.withheld}")
             found[result.client] = result.message
         if away := sorted({self.homes[client] for client in messages.keys() - found.keys()}):
-            raise AlignError(
-                f"{listed(away)} did not vote: continue with prefed align --resume when all sites are back, "
-                "or label without them (--sites, --stage)"
-            )
+            raise AlignError(f"{listed(away)} did not vote: {_REMEDY}")
         return found
 
     def scores(
@@ -217,6 +224,28 @@ class SiteClients:
             except ValueError as error:
                 raise AlignError(f"{self._who(client)}: no valid votes: {error}") from error
         return np.arange(len(pairs)), np.stack(votes)
+
+    def noised(self, pairs: Sequence[Record], request: str, number: int) -> NDArray[np.int64] | None:
+        """Return the sites' masked sum; see :class:`prefed.align.Clients`.
+
+        Raises:
+            AlignError: a site refuses, fails or is away.
+        """
+        summed, sites = VoteSum(len(pairs)), sorted({*self.homes.values()})
+        attempt = Attempt(1, f"votes-{number}", sites, summed.size, self.backend.sites_of(self.homes))
+        self.transport.restrict(self.terms.sites)
+        present, words, why = self.backend.sum(self.round, write_pairs(pairs), attempt, len(sites))
+        if away := [site for site in sites if site not in present]:
+            reasons = "; ".join(f"site {site!r}: {why.get(site, 'it is away')}" for site in away)
+            raise AlignError(f"no sum of votes ({reasons}): {_REMEDY}")
+        grid = summed.grid(self.privacy, len(sites), self.members)
+        if words is None or not grid.plausible(words):
+            return None
+        return summed.votes(grid.numbers(words))
+
+    def noise(self, pairs: int) -> float:
+        """See :class:`prefed.align.Clients`."""
+        return vote_noise(self.privacy, len(self.homes), pairs, len({*self.homes.values()}))
 
 
 @dataclass
@@ -249,8 +278,12 @@ def site_clients(
     """
     record = read_run(path)
     experiment = with_real_clients(recorded_experiment(record))
-    if experiment.privacy.kind is not None:
-        raise ConfigError(f"{path}: [privacy]: votes of single clients have no noise; use other labels")
+    kind = experiment.privacy.kind
+    if kind is not None and (kind != "distributed" or config.refresh is not None):
+        raise ConfigError(
+            f"{path}: [privacy] kind = {kind!r}: sites add noise only to sums of votes, with "
+            "kind = 'distributed' and align.labels = 'clients'; use other labels"
+        )
     known: dict[str, Any] = json.loads((path / FILE).read_bytes())
     clients: dict[str, dict[str, list[int]]] = known["sites"]
     wanted = terms.sites or tuple(clients)
@@ -266,11 +299,16 @@ def site_clients(
     sites.most = lambda client, exchange, number: 0
     transport.restrict(wanted)
     gather(sites, wanted, terms, report, len(wanted))
+    if kind is not None:
+        sites.secure = True
+        for site in wanted:
+            sites.start(site, members, unseen, commit.fingerprint["model"])
     at_sites = {client: site for site in wanted for client in clients[site]}
     homes = {client: at_sites[client] for client in members if client in at_sites and client not in unseen}
     backend = FederationBackend(sites, MemoryStates(), homes, terms.visit, warn)
+    about = known, homes, commit.round, experiment.privacy, len({*members} - {*unseen})
     with backend:
         terms = replace(terms, sites=wanted)
-        yield SiteClients(path, config, known, homes, commit.round, backend, transport, terms, warn)
+        yield SiteClients(path, config, *about, backend, transport, terms, warn)
     for site in wanted:
         sites.leave(site)
