@@ -1,12 +1,13 @@
 """The table of the people, from finished runs of methods.toml or brief.toml.
 
-    python experiments/people/table.py runs/people/brief --out runs/people/table.md
+    python experiments/people/table.py runs/people/brief --out runs/people/table.md [--pictures FOLDER]
 
 RUNS is a folder of ``prefed sweep``, with a folder for each column. Accuracy is reward accuracy; of a
 selector it is the share of pairs that the selector orders as the person did. Contested are test pairs on
 which 25% to 75% of the other judges agree with the person. "Another's" is the accuracy with the model of the
 next person in the list, which has learnt as much, but not what is personal to this one. What is computed
 from a run's models is kept in its folder, as ``people.json``. Of several rates, the table has the best one.
+With PREFED_REFERENCE, hidden states and log-probabilities are those of the sweep.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def from_models(run: Path, contested: Mapping[tuple[str, ...], bool], others: bo
 
     loaded, found = load_run(run, data=True), {}
     data, scorer, personal = loaded.trainers.dataset, loaded.trainers.score, loaded.method.personal
+    shared = loaded.published_models.get("shared") if personal else None
     # Newcomers have no model of their own.
     clients = [name for name in loaded.clients if name not in loaded.job.unseen]
     for client, other in zip(clients, [*clients[1:], clients[0]], strict=True):
@@ -70,6 +72,8 @@ def from_models(run: Path, contested: Mapping[tuple[str, ...], bool], others: bo
         for name, part in (("contested", where), ("agreed", ~where)):
             if part.any():
                 own[name] = pair_figures(loaded.job, only(scores, part))["reward_accuracy"]
+        if others and shared is not None and personal:
+            own["shared"] = pair_figures(loaded.job, scorer(client, shared, "test"))["reward_accuracy"]
         if others and (personal or loaded.method.infer is not None):
             anothers = pair_figures(loaded.job, scorer(client, loaded.model(other), "test"))
             own["another"] = anothers["reward_accuracy"]
@@ -158,6 +162,49 @@ def table(cells: Mapping[str, Mapping[str, Sequence[People]]]) -> str:
     return "\n".join(lines)
 
 
+def pictures(cells: Mapping[str, Mapping[str, Sequence[People]]], folder: Path) -> None:
+    """Draw accuracy with the shared and the own model by person, and accuracy by the number of own pairs."""
+    import matplotlib
+
+    from prefed.ui.pages.chart_data import Axis, Chart, Line, Panel, look_of, percent
+    from prefed.ui.pages.plot_file import save
+
+    scatter, lines, accuracy = list[Line](), list[Line](), Axis("accuracy on test pairs", percent)
+    methods = sorted({name for column in cells.values() for name in column})
+    for place, name in enumerate(methods):
+        seeds = cells.get("all", {}).get(name, ())
+        if seeds and (shared := over_seeds(seeds, "shared")):
+            own = over_seeds(seeds, "accuracy")
+            points = [(shared[person], own[person]) for person in sorted(shared)]
+            scatter.append(Line(name, points, sorted(shared), look_of(place), joined=False, main=0))
+        found = []
+        for column in ("own-8", "own-32", "own-128", "all"):
+            if seeds := cells.get(column, {}).get(name, ()):
+                mean, half = interval([*over_seeds(seeds, "accuracy").values()])
+                found.append((float(np.mean([*over_seeds(seeds, "train").values()])), mean, half))
+        if len(found) > 1:
+            along, mean, half = (np.array(part) for part in zip(*found, strict=True))
+            points = list(zip(along.tolist(), mean.tolist(), strict=True))
+            lines.append(Line(name, points, [""] * len(points), look_of(place)))
+    by_person = Panel(
+        Axis("accuracy with the shared model", percent),
+        Axis("with the own one", percent),
+        scatter,
+        diagonal=True,
+    )
+    by_pairs = Panel(Axis("own pairs, mean over people", log=True), accuracy, lines)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        for chart in (
+            Chart("people-own", "accuracy by person", "", [by_person]),
+            Chart("people-pairs", "accuracy by own pairs", "", [by_pairs]),
+        ):
+            path = folder / f"{chart.name}.svg"
+            save(chart, path)
+            # A small file that says nothing of when it was made.
+            text = re.sub(r"<metadata>.*?</metadata>", "", path.read_text("utf-8"), flags=re.DOTALL)
+            files.write(path, re.sub(r"\n\s+", "\n", text).encode())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -168,6 +215,9 @@ def main() -> None:
     parser.add_argument(
         "--others", type=int, help="seeds that are judged with another's model, too; left out: all"
     )
+    parser.add_argument(
+        "--pictures", type=Path, metavar="FOLDER", help="draw people-own.svg, people-pairs.svg"
+    )
     args = parser.parse_args()
     cells = collect(args.runs, split_by_agreement(read(args.test)), args.others)
     if not cells:
@@ -175,6 +225,8 @@ def main() -> None:
     text = table(cells)
     files.write(args.out or args.runs / "table.md", text.encode())
     print(text)
+    if args.pictures is not None:
+        pictures(cells, args.pictures)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import runpy
+import shutil
 from collections import Counter
 from xml.sax.saxutils import escape
 
@@ -213,10 +214,16 @@ def test_the_table_compares_people(tmp_path):
         people = {key: {**own, "accuracy": value} for key, value in zip("ab", values, strict=True)}
         if name.endswith("1"):
             people = {key: {**value, "another": 0.5} for key, value in people.items()}
+        if name.startswith("fedper"):
+            people = {key: {**value, "shared": 0.25} for key, value in people.items()}
         (run / "people.json").write_text(json.dumps(people))
+        fewer = {key: {**value, "train": 2, "accuracy": 0.5} for key, value in people.items()}
+        shutil.copytree(run, tmp_path / "own-8" / name)
+        (tmp_path / "own-8" / name / "people.json").write_text(json.dumps(fewer))
     test = tmp_path / "test.jsonl.gz"
     test.write_bytes(gzip.compress(b""))
-    lines = script("people/table.py", tmp_path, "--test", test, "--out", tmp_path / "t.md").splitlines()
+    words = (tmp_path, "--test", test, "--out", tmp_path / "t.md", "--pictures", tmp_path)
+    lines = script("people/table.py", *words).splitlines()
     head, _, fedper, feddpo = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:6])
     fedper, feddpo = (dict(zip(head, row, strict=True)) for row in (fedper, feddpo))
     # People have 0.7 and 0.9, and with two values t is 12.706: 12.706 · 0.1 = 1.271; seeds 0.75 and 0.85.
@@ -227,6 +234,12 @@ def test_the_table_compares_people(tmp_path):
     assert fedper["own less another's"] == "+0.250 ± 1.906"
     assert (fedper["contested"], fedper["agreed"]) == ("0.400 ± 0.000", "0.800 ± 0.000")
     assert (feddpo["worst tenth"], feddpo["seeds"], feddpo["over seeds"]) == ("0.500", "1", "–")
+    own, pairs = ((tmp_path / f"people-{name}.svg").read_text() for name in ("own", "pairs"))
+    # feddpo has no own models, but a line from 2 to 8 pairs.
+    assert "fedper" in own
+    assert "feddpo" not in own
+    assert "fedper" in pairs
+    assert "feddpo" in pairs
 
 
 def test_people_of_a_real_run(tmp_path):
