@@ -146,7 +146,10 @@ def proxy_rate(
 
 
 def accuracy(alignment: Alignment, generation: Generation, taste: str) -> float:
-    """The share of pairs of a generation's completions that its labeller orders as the program does."""
+    """The share of pairs of a generation's completions that its labeller orders as the program does.
+
+    NaN if all that it judged are ties of the program.
+    """
     texts = {
         (row["index"], row["sample"]): row["completion"]
         for row in rows_in(generation.path(alignment, "completions.jsonl"))
@@ -157,7 +160,7 @@ def accuracy(alignment: Alignment, generation: Generation, taste: str) -> float:
         if row["scores"] is not None and first != second:
             lead = leads(np.array(row["scores"], float)[:, None], str(alignment.config.labels))[0]
             right.append((float(np.sign(lead)) * float(np.sign(first - second)) + 1) / 2)
-    return fmean(right)
+    return fmean(right) if right else math.nan
 
 
 def line(*cells: str) -> None:
@@ -193,7 +196,7 @@ def main() -> None:
     for (arm, taste, number), each in found.items():
         cells = []
         for name in COLUMNS:
-            values = [figures[name] for figures in each]
+            values = [figures[name] for figures in each if not math.isnan(figures[name])]
             least, most = (0.0, 1.0) if name in SHARES else (-math.inf, math.inf)
             interval = seed_interval(values, within=(least, most))
             spread = "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
