@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from tests.engines.test_align_refresh import alignment_of, config
 from typer.testing import CliRunner
@@ -156,9 +157,13 @@ def test_each_answer_is_a_release_that_epsilon_counts(copy, place):
     assert rows(path / "align", "labels.jsonl") == labels
     line = f"epsilon {spent['epsilon']:.3g} at delta 1e-05"
     shown = CliRunner().invoke(app, ["align", str(path), "--resume"])
-    assert shown.exit_code == 0, shown.output
+    table = config(place, **VOTES, epochs=2).model_dump(mode="json", exclude_none=True)
+    text = tomli_w.dumps({**read_run(path).config, "align": table})
+    (path.parent / "again.toml").write_text(text)
+    again = CliRunner().invoke(app, ["run", str(path.parent / "again.toml"), "--out", str(path), "--resume"])
+    assert (shown.exit_code, again.exit_code) == (0, 0), shown.output + again.output
     record = read_run(path)
-    for text in (shown.output, render(record)):
+    for text in (shown.output, again.output, render(record)):
         assert line in text
         assert f"2 releases and 3 of votes, {spent['epsilon_without_votes']:.3g} without them" in text
     assert f"margin {labels[0]['margin']:.2f}" in render(record)

@@ -123,10 +123,10 @@ def run(
 
 
 def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
-    from prefed.runs.finished_run import tastes_in
+    from prefed.runs.finished_run import alignment_of, spent_with_votes, tastes_in
     from prefed.runs.metrics import groupings_of
     from prefed.runs.run import run as run_experiment
-    from prefed.ui.pages.terminal import print_result, result_line
+    from prefed.ui.pages.terminal import print_result, privacy_line, result_line
 
     page: Callable[[Path], str] | None = None
     if experiment.track is not None:
@@ -141,7 +141,9 @@ def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, consol
     else:
         print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=tastes_in(path))
         adapters = ", ".join(map(str, result.adapters)) or "none; see `prefed export`"
+        spent = spent_with_votes(alignment_of(path)) if experiment.align else {}
         for line in (
+            *map(privacy_line, spent.values()),
             f"{'adapters' if len(result.adapters) > 1 else 'adapter'}: {adapters}",
             *([f"aligned: {path / 'align' / 'adapter'}"] if experiment.align else []),
             f"summary: {path / 'summary.json'}",
