@@ -17,6 +17,7 @@ from alignments import place as place
 from finished import small_experiment
 from liking import LikingJudge
 from prefed import run
+from prefed.align import AlignError
 from prefed.align.judge.names import ARGUMENTS
 from prefed.config import Experiment
 from prefed.core import Callback, Key, Privacy
@@ -212,6 +213,21 @@ def test_killed_at_any_write_a_stored_answer_is_used_again(copy, place, draws, m
         scores = rows(path / f"align/generations/{number}", "scores.jsonl")
         assert [2 * row["scores"][0] for row in scores] in answers
     assert json.loads((path / "align/summary.json").read_text())["privacy"]["votes"] == len(answers)
+
+
+def test_a_damaged_file_of_votes_is_named(copy, place):
+    """Half a row at its end was not used; any other damage would take back what was spent."""
+    path = copy(kind="central", **PRIVACY)
+    align(path, config(place, **VOTES, held_out=0))
+    file = path / "align/votes.jsonl"
+    whole = file.read_bytes()
+    with file.open("ab") as stream:
+        stream.write(whole[:20])
+    align(path, config(place, **VOTES, held_out=0), stage="labels")
+    assert file.read_bytes() == whole
+    file.write_bytes(whole.replace(b'"number": 1', b'"number": 2'))
+    with pytest.raises(AlignError, match=r"votes.jsonl is damaged: .*what votes have spent is unknown"):
+        align(path, config(place, **VOTES, held_out=0), stage="labels")
 
 
 class Others:

@@ -29,6 +29,7 @@ BASE = {
     "rounds": 8,
 }
 CENTRAL = {"kind": "central", "clip": 0.5, "noise_multiplier": 1.0, "delta": 1e-5}
+ALIGN = {"prompts": "x.txt", "labels": "clients", "client_judge": "utility", "generations": 3}
 LOCAL = {**CENTRAL, "kind": "local"}
 DISTRIBUTED = {**CENTRAL, "kind": "distributed"}
 
@@ -240,6 +241,14 @@ def test_the_command_looks_for_noise(tmp_path):
     assert (got["releases"], got["adjacency"]) == (8, "one client sends nothing")
     got = CliRunner().invoke(app, ["privacy", str(file), "--set", "privacy.noise_multiplier=0"]).output
     assert "unbounded, without noise" in got
+    # Votes for labels are further releases, as many as generations.
+    file.write_text(to_toml(experiment(privacy=CENTRAL, align=ALIGN, method={"name": "fedbis"})))
+    promised = guarantee_of(Privacy(**CENTRAL), 20, 20)
+    got = json.loads(CliRunner().invoke(app, ["privacy", str(file), "--json"]).output)
+    assert (got["votes"], got["epsilon"]) == (3, pytest.approx(promised.epsilon(8, 1e-5)))
+    assert got["epsilon_with_votes"] == pytest.approx(promised.epsilon(11, 1e-5))
+    got = CliRunner().invoke(app, ["privacy", str(file)]).output
+    assert f"votes             epsilon {promised.epsilon(11, 1e-5):.4g} with those for labels of 3 gen" in got
     # A federation's file: the sites have the data.
     tables = experiment(privacy=CENTRAL).tables()
     del tables["data"]

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from prefed.config import ConfigError, Experiment
+from prefed.config.align import CLIENTS
 from prefed.core import Key
 from prefed.engines.cohorts import draw_cohort
 from prefed.privacy import Guarantee, guarantee_of
@@ -80,6 +81,21 @@ def metrics_note(experiment: Experiment, promised: Guarantee) -> str:
         f"covered: {evaluations(experiment)} of the releases are means over all clients; with three metrics, "
         f"the noise on each is {promised.noise_multiplier * price:.2g}"
     )
+
+
+def with_votes(experiment: Experiment, promised: Guarantee, releases: int) -> tuple[int, float | None]:
+    """The generations that clients label in ``[align]``, and ε with a sum of votes for each.
+
+    Args:
+        promised, releases: from :func:`plan`.
+
+    Raises:
+        AccountantError: see :meth:`~prefed.privacy.Guarantee.epsilon`.
+    """
+    align, delta = experiment.align, experiment.privacy.delta
+    assert delta is not None
+    votes = (align.generations or 1) if align is not None and align.labels == CLIENTS else 0
+    return votes, promised.epsilon(releases, delta, votes)
 
 
 def _price(sites: int, colluders: int) -> float:

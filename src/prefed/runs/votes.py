@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from prefed.align import AlignError, Clients
-from prefed.align.stages import append, rows_in, whole_batches
-from prefed.core import Callback
+from prefed.align.stages import append
+from prefed.core import Callback, files
 from prefed.data import Record
 from prefed.data.record import plain_prompt
 from prefed.engines.privacy import guarantee
@@ -95,6 +94,9 @@ def spent(run: LoadedRun, path: Path) -> Mapping[str, Any]:
 
     Args:
         path: the file of :class:`NoisedVotes`.
+
+    Raises:
+        AlignError: the file is damaged.
     """
     before: Mapping[str, Any] = run.record.summary["privacy"]
     votes = sum("number" in row for row in _rows(path))
@@ -103,6 +105,14 @@ def spent(run: LoadedRun, path: Path) -> Mapping[str, Any]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    # A killed process may have left half a row, on which nothing was done.
-    whole_batches(path, repeat(1))
-    return list(rows_in(path)) if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith(b"\n"):
+        # A killed process left half a row, on which nothing was done.
+        files.truncate(path, sum(map(len, lines[:-1])))
+        del lines[-1]
+    try:
+        return [files.loads_with_digest(line) for line in lines]
+    except files.DamagedError as error:
+        raise AlignError(
+            f"{path} is damaged: {error}; without it, what votes have spent is unknown: restore a copy"
+        ) from error

@@ -186,8 +186,9 @@ def privacy(
     from dataclasses import replace
 
     from prefed.config import ConfigError
+    from prefed.core.text import pluralize
     from prefed.networks.federation.experiment import HELD, load_federated
-    from prefed.runs.privacy import metrics_note, plan, trust_models
+    from prefed.runs.privacy import metrics_note, plan, trust_models, with_votes
 
     if epsilon is not None and epsilon <= 0:
         raise UsageError("--epsilon must be above 0")
@@ -200,6 +201,7 @@ def privacy(
     if epsilon is not None:
         promised = replace(promised, noise_multiplier=promised.noise_for(epsilon, releases, delta))
     spent = promised.epsilon(releases, delta)
+    votes, epsilon_with_votes = with_votes(experiment, promised, releases)
     models = [] if spent is None else trust_models(experiment, promised, epsilon or spent)
     if as_json:
         content = {
@@ -210,6 +212,7 @@ def privacy(
             "adjacency": promised.adjacency,
             "bound": promised.bound,
             "releases": releases,
+            **({"votes": votes, "epsilon_with_votes": epsilon_with_votes} if votes else {}),
         }
         print_json(content)
         return
@@ -220,6 +223,9 @@ def privacy(
     typer.echo(f"bound             {promised.bound}")
     typer.echo(f"releases          {releases} (maximum over clients)")
     typer.echo(f"metrics           {metrics_note(experiment, promised)}")
+    if votes and epsilon_with_votes is not None:
+        labels = pluralize(votes, "generation", "generations")
+        typer.echo(f"votes             epsilon {epsilon_with_votes:.4g} with those for labels of {labels}")
     if models:
         typer.echo("\nkind         epsilon  multiplier  noise on the mean  bytes up*  sees single updates")
     for each in models:
