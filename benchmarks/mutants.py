@@ -277,6 +277,36 @@ MUTANTS = tuple(
         # privacy
         (
             "privacy/mechanism.py",
+            "own = (privacy.noise_multiplier or 0.0) * math.sqrt(pairs)",
+            "own = privacy.noise_multiplier or 0.0",
+            "laws/test_noise_laws.py",
+        ),
+        (
+            "runs/refresh.py",
+            'named = Key(self.run.experiment.seed).at("align").at("votes", request)',
+            'named = Key(self.run.experiment.seed).at("align").at("votes")',
+            "engines/test_align_votes.py",
+        ),
+        (
+            "runs/votes.py",
+            'votes = sum("number" in row for row in _rows(path))',
+            'votes = len({row["request"] for row in _rows(path)})',
+            "engines/test_federation_votes.py",
+        ),
+        (
+            "networks/federation/site.py",
+            'f"{what}-{request.attempt}", release)',
+            'f"{what}-{request.attempt}-{release}", release)',
+            "engines/test_federation_votes.py",
+        ),
+        (
+            "networks/federation/site.py",
+            "            self._releases.check(own, privacy, self.config.limits)\n        what",
+            "            pass\n        what",
+            "engines/test_federation_votes.py",
+        ),
+        (
+            "privacy/mechanism.py",
             "for step in steps.values()))",
             "for step in list(steps.values())[:1]))",
             "laws/test_noise_laws.py",
