@@ -3,7 +3,7 @@
     python experiments/smollm2/answers.py
     python experiments/smollm2/align_prepare.py
     prefed sweep experiments/loop/loop.toml --out runs
-    python experiments/loop/arms.py runs/loop/brief-seed* [--arm ARM …] [--steps N] [--generations N]
+    python experiments/loop/arms.py runs/loop/brief-seed* [--arm ARM …] [--steps N] [--picture FILE]
 
 Each arm aligns a copy ``RUN-ARM`` with as many generated completions and training steps: four generations
 of four completions and ``--steps`` steps, or one of sixteen and four times as many steps. A client's own
@@ -49,9 +49,10 @@ from prefed.train.generation import Sampling, write_answers
 from prefed.train.metrics import WrittenAnswer, seed_interval, text_health
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "smollm2"))
+sys.path[:0] = [str(HERE.parent / "smollm2"), str(HERE.parents[1] / "benchmarks")]
 import answers  # noqa: E402
 from align_oracle import Oracle  # noqa: E402
+from common import save_picture  # noqa: E402
 
 LOOP = {"generations": 4, "completions": 4}
 ONCE = {"generations": 1, "completions": 16}
@@ -163,6 +164,34 @@ def accuracy(alignment: Alignment, generation: Generation, taste: str) -> float:
     return fmean(right) if right else math.nan
 
 
+def interval_of(each: Sequence[Mapping[str, Any]], name: str) -> tuple[float, tuple[float, float] | None]:
+    """The mean of a figure over seeds, and its 95% interval; without generations that have none."""
+    values = [figures[name] for figures in each if not math.isnan(figures[name])]
+    least, most = (0.0, 1.0) if name in SHARES else (-math.inf, math.inf)
+    return (fmean(values) if values else math.nan), seed_interval(values, within=(least, most))
+
+
+def draw(found: Mapping[tuple[str, str, int], Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Draw accuracy on the policy's own pairs, and the true win rate, by generation."""
+    from prefed.ui.pages.chart_data import Axis, Chart, Line, Panel, look_of, percent
+
+    panels = []
+    for name, label in (("accuracy", "selectors' accuracy on its pairs"), ("true", "true win rate")):
+        lines = []
+        for place, (arm, taste) in enumerate(dict.fromkeys(key[:2] for key in found)):
+            points, low, high = list[tuple[float, float]](), list[float](), list[float]()
+            for number in sorted(key[2] for key in found if key[:2] == (arm, taste)):
+                mean, interval = interval_of(found[arm, taste, number], name)
+                points.append((number, mean))
+                bounds = interval or (mean, mean)
+                low.append(bounds[0])
+                high.append(bounds[1])
+            text = f"{arm}, {taste.replace('not-formal', 'casual')}"
+            lines.append(Line(text, points, [""] * len(points), look_of(place), low, high))
+        panels.append(Panel(Axis("generation", whole=True), Axis(label, percent), lines))
+    save_picture(Chart("loop", "a loop by generation", "", panels), path)
+
+
 def line(*cells: str) -> None:
     """Print a row of the table."""
     print("|", " | ".join(cells), "|", flush=True)
@@ -177,6 +206,9 @@ def main() -> None:
     parser.add_argument("--arm", choices=ARMS, action="append", metavar="ARM")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--generations", type=int, default=LOOP["generations"], help="at most so many")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw accuracy and win rate by generation"
+    )
     args = parser.parse_args()
     # A judge of a package would have an entry point.
     JUDGES.builtin["oracle"], ARGUMENTS["oracle"] = Oracle, "TASTE"  # type: ignore[index]
@@ -196,12 +228,12 @@ def main() -> None:
     for (arm, taste, number), each in found.items():
         cells = []
         for name in COLUMNS:
-            values = [figures[name] for figures in each if not math.isnan(figures[name])]
-            least, most = (0.0, 1.0) if name in SHARES else (-math.inf, math.inf)
-            interval = seed_interval(values, within=(least, most))
+            mean, interval = interval_of(each, name)
             spread = "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
-            cells.append(f"{fmean(values):.3g}{spread}")
+            cells.append(f"{mean:.3g}{spread}")
         line("mean", arm, taste, str(number), *cells)
+    if args.picture is not None:
+        draw(found, args.picture)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -164,10 +165,10 @@ def table(cells: Mapping[str, Mapping[str, Sequence[People]]]) -> str:
 
 def pictures(cells: Mapping[str, Mapping[str, Sequence[People]]], folder: Path) -> None:
     """Draw accuracy with the shared and the own model by person, and accuracy by the number of own pairs."""
-    import matplotlib
+    sys.path.append(str(HERE.parents[1] / "benchmarks"))
+    from common import save_picture
 
     from prefed.ui.pages.chart_data import Axis, Chart, Line, Panel, look_of, percent
-    from prefed.ui.pages.plot_file import save
 
     scatter, lines, accuracy = list[Line](), list[Line](), Axis("accuracy on test pairs", percent)
     methods = sorted({name for column in cells.values() for name in column})
@@ -193,16 +194,11 @@ def pictures(cells: Mapping[str, Mapping[str, Sequence[People]]], folder: Path) 
         diagonal=True,
     )
     by_pairs = Panel(Axis("own pairs, mean over people", log=True), accuracy, lines)
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        for chart in (
-            Chart("people-own", "accuracy by person", "", [by_person]),
-            Chart("people-pairs", "accuracy by own pairs", "", [by_pairs]),
-        ):
-            path = folder / f"{chart.name}.svg"
-            save(chart, path)
-            # A small file that says nothing of when it was made.
-            text = re.sub(r"<metadata>.*?</metadata>", "", path.read_text("utf-8"), flags=re.DOTALL)
-            files.write(path, re.sub(r"\n\s+", "\n", text).encode())
+    for chart in (
+        Chart("people-own", "accuracy by person", "", [by_person]),
+        Chart("people-pairs", "accuracy by own pairs", "", [by_pairs]),
+    ):
+        save_picture(chart, folder / f"{chart.name}.svg")
 
 
 def main() -> None:
