@@ -20,18 +20,20 @@ from alignments import alignment as alignment
 from alignments import place as place
 from alignments import selectors as selectors
 from finished import small_experiment
-from prefed.align import AlignError, align, completions
+from prefed.align import AlignError, align, completions, labels
 from prefed.align.alignment import write_pairs
 from prefed.align.held_out import HeldOutAnswers
 from prefed.align.policy import load_base
 from prefed.align.run import STAGES, has_alignment
 from prefed.align.stages import run_stages
+from prefed.align.tastes import Generation
 from prefed.align.training import best_epoch, kept_epoch, label_trainer
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback
 from prefed.core.wire import decode_state
 from prefed.data import Record, Source, Template
+from prefed.data.prompts import PromptRow
 from prefed.models import ModelConfig
 from prefed.runs.align import _Source
 from prefed.runs.align import align as align_run
@@ -592,6 +594,33 @@ def test_the_clearest_pair_of_each_prompt_is_kept(alignment, monkeypatch, ending
         [ends[row["index"], k] for k in row["samples"]] for row in rows(alignment.folder, "scores.jsonl")
     ]
     assert all(any(pair) == (ending == 4) for pair in judged)
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_pairs_of_two_cut_completions_have_labels_of_their_own(alignment, monkeypatch, stopped):
+    """Where no pair with a whole completion has a label, because the cut one is preferred, the other pairs
+    have those that their scores give, also if that is found after a stop."""
+
+    class Longest:
+        def scores(self, pairs, tastes=None):
+            lead = [len(pair.chosen) - len(pair.rejected) for pair in pairs]
+            return np.arange(len(pairs)), np.array([lead], np.float32)
+
+    monkeypatch.setattr(Generation, "scorer", lambda *_: Longest())
+    monkeypatch.setattr(labels, "BATCH", 1)
+    asked = [PromptRow(f"question {k}") for k in range(3)]
+    monkeypatch.setattr(labels, "own_prompts", lambda _: asked)
+    whole = [labels.Candidates(0, (0, 1), ("longer", "short"), (False, True))]
+    cut = [labels.Candidates(k, (0, 1), ("short", "longer"), (False, False)) for k in (1, 2)]
+    alignment.folder.mkdir(exist_ok=True)
+    names = ("pairs", "identical", "blank", "too_long", "ties", "cut", "unanimous")
+    for _ in range(2):
+        found = list(labels._labels(alignment, Generation(), [whole, cut], dict.fromkeys(names, 0)))
+        assert [(row["index"], row["chosen"]) for row in found] == [(1, "longer"), (2, "longer")]
+        path = alignment.folder / "scores.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        assert len(lines) == 3
+        path.write_bytes(b"".join(lines[:stopped]))
 
 
 @pytest.mark.parametrize(("cut", "limit"), [(1, 9), (2, 40)])

@@ -91,7 +91,8 @@ def _work(alignment: Alignment, generation: Generation) -> Figures:
     if not labels:
         left_out = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
         hint = "use more prompts, or raise align.temperature or data.max_length"
-        if 2 * counts["ties"] > counts["pairs"]:
+        voted = alignment.config.labels in (CLIENTS, "majority") and alignment.privacy is None
+        if voted and 2 * counts["ties"] > counts["pairs"]:
             hint = (
                 "votes for opposite tastes cancel out: serve one of them with selectors that have a latent "
                 "taste (fedvpl or fedvpa) and align.taste"
@@ -255,6 +256,7 @@ def _labels(
             continue
         before, judged = sum(map(len, judged)), judged + own
         _judge(alignment, generation, prompts, judged, min(done, len(judged)))
+        done = max(done, len(judged))
         scores = [row["scores"] for row in islice(rows_in(path), before, before + len(part))]
         for row in _labels_of(alignment, prompts, part, scores, counts):
             found = True

@@ -54,7 +54,7 @@ def _folder(experiment: Experiment, free: Set[str], fixed: Sequence[str], cache:
     if not shared:
         return cache / "reference"
     tables = {**flatten(experiment.tables()), PARTS: sorted(experiment.parts)}
-    free |= {PARTS}
+    free = free | {PARTS}
     alike = {name: value for name, value in tables.items() if name.partition(".")[0] not in free}
     alike |= {name: tables[name] for name in fixed if name in tables}
     return Path(shared) / files.digest(json.dumps(alike, sort_keys=True).encode())[:16]
