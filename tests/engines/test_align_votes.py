@@ -216,7 +216,8 @@ def test_killed_at_any_write_a_stored_answer_is_used_again(copy, place, draws, m
 
 
 def test_a_damaged_file_of_votes_is_named(copy, place):
-    """Half a row at its end was not used; any other damage would take back what was spent."""
+    """Half a row at its end was not used; any other damage would take back what was spent, as would a file
+    that is gone."""
     path = copy(kind="central", **PRIVACY)
     align(path, config(place, **VOTES, held_out=0))
     file = path / "align/votes.jsonl"
@@ -228,6 +229,9 @@ def test_a_damaged_file_of_votes_is_named(copy, place):
     file.write_bytes(whole.replace(b'"number": 1', b'"number": 2'))
     with pytest.raises(AlignError, match=r"votes.jsonl is damaged: .*what votes have spent is unknown"):
         align(path, config(place, **VOTES, held_out=0), stage="labels")
+    file.unlink()
+    with pytest.raises(AlignError, match=r"votes.jsonl lacks sums .*restore a copy"):
+        align(path, config(place, **VOTES, held_out=0), stage="policy")
 
 
 class Others:

@@ -116,10 +116,10 @@ def settings(place, **changes):
     return align_settings(table | changes, [], place)
 
 
-def vote(path, sites, config, terms=TERMS, **options):
+def vote(path, sites, config, terms=TERMS, warn=lambda text: None, **options):
     """Align over sites in this process."""
     transport = sites if isinstance(sites, Within) else Within(sites)
-    with site_clients(path, config, transport, terms, lambda text: None) as clients:
+    with site_clients(path, config, transport, terms, warn) as clients:
         return align(path, config, clients=clients, **options)
 
 

@@ -31,6 +31,7 @@ from prefed import run
 from prefed.align import AlignError
 from prefed.align.judge.names import ARGUMENTS
 from prefed.config import ConfigError
+from prefed.engines import WorkerError
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import federate
 from prefed.networks.federation.judging import Votes, read_pairs
@@ -231,8 +232,11 @@ def test_a_missing_site_and_a_lie_stop_the_alignment(place, copy, monkeypatch):
             "mask",
             lambda self, words, session: words + random.integers(2**32, size=len(words)).astype(np.uint32),
         )
-        with pytest.raises(AlignError, match="no sum of votes: a site changed its keys or its words"):
-            vote(copy / "over", sites, asked, TERMS)
+        warned = list[str]()
+        with pytest.raises(AlignError, match="no sum of votes in 3 requests, each a release"):
+            vote(copy / "over", sites, asked, TERMS, warned.append)
+    assert len(warned) == 3
+    assert "which is spent all the same: what 'site-a', 'site-b', 'site-c', 'site-d' sent" in warned[0]
     vote(copy / "over", sites, asked, replace(TERMS, sites=NAMES[:3]), stage="labels-1")
     closed(sites)
     last = rows(copy / "over/align", "votes.jsonl")[-1]
@@ -259,9 +263,9 @@ class VotesHub(Hub):
 
     settings: typing.ClassVar = {"judge": {"name": "liking"}}
 
-    def votes(self, number=1, pairs=PAIRS, **fields):
+    def votes(self, number=1, pairs=PAIRS, at=1, **fields):
         self.asked = json.dumps(pairs).encode()
-        return self.sum(**{"body": self.asked, "exchange": f"votes-{number}", **fields})
+        return self.sum(**{"body": self.asked, "exchange": f"votes-{number}", "number": at, **fields})
 
 
 class Ones(Draws):
@@ -311,6 +315,19 @@ def test_a_number_has_one_answer(hub):
     assert votes.count == len(PAIRS)
 
 
+def test_a_judge_that_fails_has_no_votes(hub, monkeypatch):
+    """Its site sends a sum all the same, which says nothing of it; only the site's log does."""
+
+    def fails(worker, task, state, timeout):
+        raise WorkerError("boom")
+
+    monkeypatch.setattr(Ones, "give", fails)
+    assert len(hub.votes()) == 4 * 64
+    assert spent_by_w0(hub) == 1
+    assert [entry["failed"] for entry in hub.site.log.entries() if entry["what"] == "failed"] == ["boom"]
+    assert not list(hub.site._state.rglob("votes/*"))
+
+
 def test_masks_and_noise_are_of_one_request(hub, monkeypatch):
     """What the other sites' masks for these pairs take off leaves votes with noise. Of a site that was sent
     other pairs, a list of other sites or another number, they leave random words. Noise is drawn anew."""
@@ -349,6 +366,8 @@ def test_masks_and_noise_are_of_one_request(hub, monkeypatch):
         ({}, {"pairs": []}, "invalid pairs of completions"),
         ({}, {"without": ["site-b", "site-c", "site-d"]}, "a sum of 1 sites: 3 are the fewest"),
         ({}, {"number": "x"}, "there is no sum in 'votes-x' in round 1"),
+        ({}, {"at": 10**9}, "there is no sum in 'votes-1' in round 1000000000"),
+        ({}, {"attempt": 2}, "votes-1: one number is one sum of votes, so there is no attempt 2"),
     ],
 )
 def test_what_a_site_refuses_leaves_no_trace_in_its_ledger(hub, limits, fields, reason):

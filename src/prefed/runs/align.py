@@ -305,6 +305,7 @@ def _alignment(
         judge, origin = clients.votes, judged
         if experiment.privacy.kind is not None:
             judge = NoisedVotes(source.run, clients, votes, source.callback)
+            spent(source.run, votes)
     return Alignment(
         folder=record.path / FOLDER,
         config=config,

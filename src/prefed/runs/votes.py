@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from prefed.align import AlignError, Clients
 from prefed.align.stages import append
+from prefed.config.align import CLIENTS
 from prefed.core import Callback, files
 from prefed.data import Record
 from prefed.data.record import plain_prompt
@@ -73,7 +74,10 @@ class NoisedVotes:
                 self._report(len(pairs))
                 return total
             number = 0
-        raise AlignError("no sum of votes: a site changed its keys or its words; continue with --resume")
+        raise AlignError(
+            f"no sum of votes in {ATTEMPTS} requests, each a release: the warnings above say why; then "
+            "continue with --resume"
+        )
 
     def _report(self, pairs: int) -> None:
         clients, noise = len(self.clients.names), self.clients.noise(pairs)
@@ -96,10 +100,16 @@ def spent(run: LoadedRun, path: Path) -> Mapping[str, Any]:
         path: the file of :class:`NoisedVotes`.
 
     Raises:
-        AlignError: the file is damaged.
+        AlignError: the file is damaged, or has fewer sums than labels were made from.
     """
     before: Mapping[str, Any] = run.record.summary["privacy"]
     votes = sum("number" in row for row in _rows(path))
+    stages = [json.loads(stage.read_text("utf-8")) for stage in path.parent.glob("stages/labels*.json")]
+    if votes < sum(stage["settings"]["labels"] == CLIENTS for stage in stages):
+        raise AlignError(
+            f"{path} lacks sums of votes that labels were made from, so what they have spent is unknown: "
+            "restore a copy"
+        )
     epsilon = guarantee(run.job).epsilon(before["releases"], before["delta"] or 0.0, votes)
     return {**before, "epsilon": epsilon, "votes": votes, "epsilon_without_votes": before["epsilon"]}
 

@@ -497,7 +497,9 @@ class Site:
         votes = VoteSum(len(read_pairs(body))) if request.votes else None
         metrics = None if request.exchange else MetricSum(tuple(order["metrics"]))
         known = request.votes or request.exchange in (*order["exchanges"], "")
-        if not known or not order["round"] <= request.round:
+        # Other requests are tasks, whose round is checked.
+        last = experiment.rounds if request.votes else request.round
+        if not known or not order["round"] <= request.round <= last:
             raise RefusalError(f"there is no sum in {request.exchange!r} in round {request.round}")
         if 4 * request.size > self.config.limits.message_mb * 2**20:
             raise RefusalError(f"a sum of {request.size:,} numbers is longer than [limits] message_mb allows")
@@ -556,6 +558,10 @@ class Site:
     ) -> None:
         """Check that clients of this site may vote on so many pairs."""
         self._judge(False)
+        if request.attempt != 1:
+            raise RefusalError(
+                f"{request.exchange}: one number is one sum of votes, so there is no attempt 2"
+            )
         if request.size != votes.size:
             raise RefusalError(f"a sum of votes has {votes.size:,} numbers, not {request.size:,}")
         if unseen := sorted({*request.clients} & {*order["unseen"]}):
@@ -566,11 +572,18 @@ class Site:
     def _voted(
         self, run: str, order: dict[str, Any], task: Task, request: Sum, grid: Grid, votes: VoteSum
     ) -> NDArray[np.int64]:
-        """The sum of the clients' votes without noise; repeated pairs get the same votes."""
+        """The sum of the clients' votes without noise; repeated pairs get the same votes.
+
+        A client whose judge fails has no votes in this sum; only the site's log says so.
+        """
         total = np.zeros(request.size, np.int64)
         for client in sorted(request.clients):
             visit = replace(task, client=client)
-            given = self._given(run, order, visit, files.digest(task.message), votes.pairs)
+            try:
+                given = self._given(run, order, visit, files.digest(task.message), votes.pairs)
+            except WorkerError as error:
+                self._note("failed", _reason(error), run=run, round=task.round, client=client)
+                continue
             total += grid.words(votes.steps(np.array(given)))
         return total
 

@@ -240,6 +240,11 @@ class SiteClients:
             raise AlignError(f"no sum of votes ({reasons}): {_REMEDY}")
         grid = summed.grid(self.privacy, len(sites), self.members)
         if words is None or not grid.plausible(words):
+            reasons = "; ".join(f"site {site!r}: {reason}" for site, reason in sorted(why.items()))
+            self.warn(
+                f"no sum of votes-{number}, which is spent all the same: "
+                + (reasons or f"what {listed(sites)} sent is no sum; leave one out with --sites")
+            )
             return None
         return summed.votes(grid.numbers(words))
 
