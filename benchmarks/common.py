@@ -72,7 +72,14 @@ def save_picture(chart: Any, out: Path) -> None:
         save(chart, out)
     if out.suffix == ".svg":
         text = re.sub(r"<metadata>.*?</metadata>", "", out.read_text(), flags=re.DOTALL)
-        out.write_text(re.sub(r"\n\s+", "\n", text))
+        # Nobody sees a thousandth of a point, and a reader has no list of fonts.
+        for long, short in (
+            (r"\n\s+", "\n"),
+            (r"(\d\.\d\d)\d+", r"\1"),
+            ("font-family: [^;]*,", "font-family:"),
+        ):
+            text = re.sub(long, short, text)
+        out.write_text(text)
 
 
 def encoded(path: Path, encoder: Encoder, limit: int) -> list[Pair]:
