@@ -186,7 +186,8 @@ def pictures(cells: Mapping[str, Mapping[str, Sequence[People]]], folder: Path) 
         if len(found) > 1:
             along, mean, half = (np.array(part) for part in zip(*found, strict=True))
             points = list(zip(along.tolist(), mean.tolist(), strict=True))
-            lines.append(Line(name, points, [""] * len(points), look_of(place)))
+            low, high = (mean - half).tolist(), (mean + half).tolist()
+            lines.append(Line(name, points, [""] * len(points), look_of(place), low, high))
     by_person = Panel(
         Axis("accuracy with the shared model", percent),
         Axis("with the own one", percent),

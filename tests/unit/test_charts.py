@@ -277,6 +277,16 @@ def test_every_kind_of_mark_can_be_a_file(tmp_path):
     ET.parse(tmp_path / "p.svg")
 
 
+def test_a_file_has_the_diagonal_of_its_panel(tmp_path):
+    """From 2 to 3, where both axes have values; a dotted line."""
+    drawn = []
+    for wanted in (True, False):
+        panel = Panel(Axis(), Axis(), [line([(1.0, 2.0), (3.0, 4.0)])], diagonal=wanted)
+        plot_file.save(Chart("c", "", "", [panel]), tmp_path / "p.svg")
+        drawn.append((tmp_path / "p.svg").read_text().count("stroke-dasharray"))
+    assert drawn == [1, 0]
+
+
 def test_a_comparison_file_has_what_its_runs_have(run):
     """Round 0 is the baseline. Bytes down lie behind bytes up."""
     over, ends, traffic = comparison([run, run]).panels

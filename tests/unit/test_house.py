@@ -258,7 +258,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/testing/": (700, ""),
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_215, "hidden states that methods and seeds share"),
-    "src/prefed/ui/": (7_675, "epsilon with votes in commands, the page and the card"),
+    "src/prefed/ui/": (7_678, "the diagonal of a plot in a file"),
     "experiments/tests/": (2_270, "tests of experiment programs stand next to these"),
     "tests/": (2_500, "a parser of pages that two files had"),
     "tests/cli/": (4_810, "tables of inputs are one test with a subtest a row"),

@@ -240,6 +240,15 @@ class Panel:
         ys += [] if self.at_y is None else [self.at_y]
         return xs, ys
 
+    @property
+    def diagonal_ends(self) -> tuple[float, float] | None:
+        """The ends of the line y = x; ``None`` if it is not drawn or outside the axes."""
+        xs, ys = self.values()
+        if not self.diagonal or not xs:
+            return None
+        low, high = max(min(xs), min(ys)), min(max(xs), max(ys))
+        return (low, high) if low < high else None
+
 
 @dataclass(frozen=True)
 class Chart:

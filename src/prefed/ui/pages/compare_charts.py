@@ -27,7 +27,7 @@ from prefed.ui.pages.chart_data import (
 )
 from prefed.ui.pages.chart_data import over_rounds as rounds_line
 from prefed.ui.pages.comparison_data import Compared, disagreements, labels, plus_minus
-from prefed.ui.pages.svg import LINE, diagonal
+from prefed.ui.pages.svg import LINE
 
 BANDS = 6
 """Maximum number of cases with bands of one standard deviation over seeds."""
@@ -153,7 +153,7 @@ def worst_against_mean(compared: Compared, drawn: Sequence[int], name: str) -> C
     x, y = Axis("mean over clients", percent), Axis("worst client", percent)
     title = f"{called.capitalize()}: worst client against mean."
     panel = Panel(x, y, lines, height=_height(lines), diagonal=True)
-    equal = " On the dotted line all clients are equal." if diagonal(panel) else ""
+    equal = " On the dotted line all clients are equal." if panel.diagonal_ends else ""
     caption = f"Higher is better for the worst client, further right is better on average.{equal}{small}"
     return Chart(f"worst-client-{name}", alt, caption, [panel], title)
 

@@ -126,6 +126,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.axvline(panel.at_x, color=LIGHT.quiet)
     if panel.at_y is not None:
         axes.axhline(panel.at_y, color=LIGHT.quiet)
+    if ends := panel.diagonal_ends:
+        axes.plot(ends, ends, ":", color=LIGHT.quiet)
     axes.set_title(_plain(panel.title))
 
 

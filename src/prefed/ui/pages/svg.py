@@ -172,7 +172,7 @@ class _Panel:
             grid.path("axis", f"M{_px(self.x(panel.at_x))} {self.top}V{self.bottom}")
         if panel.at_y is not None:
             grid.path("axis", f"M{self.left} {_px(self.y(panel.at_y))}H{self.right}")
-        if ends := diagonal(panel):
+        if ends := panel.diagonal_ends:
             grid.path("diagonal", _path([(self.x(end), self.y(end)) for end in ends]))
 
     def _cells(self, cells: Cells) -> None:
@@ -276,15 +276,6 @@ class _Panel:
 
     def _at(self, point: tuple[float, float]) -> tuple[float, float]:
         return self.x(point[0]), self.y(point[1])
-
-
-def diagonal(panel: Panel) -> tuple[float, float] | None:
-    """The ends of the line y = x; ``None`` if it is not drawn or outside the axes."""
-    xs, ys = panel.values()
-    if not panel.diagonal or not xs:
-        return None
-    low, high = max(min(xs), min(ys)), min(max(xs), max(ys))
-    return (low, high) if low < high else None
 
 
 def _with_room(names: Sequence[str], pixels: float, room: float = ROOM) -> list[tuple[int, str]]:
