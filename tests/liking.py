@@ -1,6 +1,14 @@
 """A judge of tests that goes by what a client likes."""
 
 from prefed.align.judge import Verdict
+from prefed.align.judge.names import ARGUMENTS
+from prefed.runs.labels import JUDGES
+
+
+def install(patch, judge):
+    """Make a judge known as ``liking``, while ``patch`` holds."""
+    patch.setitem(JUDGES.builtin, "liking", judge)
+    patch.setitem(ARGUMENTS, "liking", "")
 
 
 class LikingJudge:

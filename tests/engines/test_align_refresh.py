@@ -13,11 +13,10 @@ import pytest
 from alignments import align_killed, content, rows
 from alignments import place as place
 from finished import small_experiment
-from liking import LikingJudge
+from liking import LikingJudge, install
 from prefed import run
 from prefed.align import AlignError
 from prefed.align.judge import JudgeError, Verdict
-from prefed.align.judge.names import ARGUMENTS
 from prefed.align.labels import won
 from prefed.align.tastes import Generation
 from prefed.config import AlignConfig, ConfigError, Experiment
@@ -48,8 +47,7 @@ class Liking(LikingJudge):
 
 @pytest.fixture(autouse=True)
 def judge(monkeypatch):
-    monkeypatch.setitem(JUDGES.builtin, "liking", Liking)
-    monkeypatch.setitem(ARGUMENTS, "liking", "")
+    install(monkeypatch, Liking)
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +88,7 @@ def whole(finished, place, tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "run"
     shutil.copytree(finished, path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(JUDGES.builtin, "liking", Liking)
-        patch.setitem(ARGUMENTS, "liking", "")
+        install(patch, Liking)
         summary = align(path, config(place, refresh=REFRESH))
     return path, summary
 

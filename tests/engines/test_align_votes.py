@@ -15,22 +15,21 @@ from typer.testing import CliRunner
 from alignments import align_killed, content, rows
 from alignments import place as place
 from finished import small_experiment
-from liking import LikingJudge
+from liking import LikingJudge, install
 from prefed import run
 from prefed.align import AlignError
-from prefed.align.judge.names import ARGUMENTS
 from prefed.config import Experiment
-from prefed.core import Callback, Key, Privacy
+from prefed.core import Key, Privacy
 from prefed.data import Record
 from prefed.privacy import guarantee_of
 from prefed.runs.align import align
 from prefed.runs.export import Export
 from prefed.runs.finished_run import read_run
-from prefed.runs.labels import JUDGES
 from prefed.runs.loaded_run import recorded_experiment
 from prefed.ui.cli import app
 from prefed.ui.pages.card import model_card
 from prefed.ui.pages.page import render
+from toy import Warned
 
 PRIVACY = {"clip": 0.1, "noise_multiplier": 2.0, "delta": 1e-5}
 Z = 2.0
@@ -47,8 +46,7 @@ class Liking(LikingJudge):
 
 @pytest.fixture(autouse=True)
 def judge(monkeypatch):
-    monkeypatch.setitem(JUDGES.builtin, "liking", Liking)
-    monkeypatch.setitem(ARGUMENTS, "liking", "")
+    install(monkeypatch, Liking)
 
 
 def finished(place, path, privacy):
@@ -84,17 +82,6 @@ def copy(runs, tmp_path):
     return make
 
 
-class Heard(Callback):
-    def __init__(self):
-        self.notes, self.warnings = [], []
-
-    def on_note(self, text):
-        self.notes.append(text)
-
-    def on_warning(self, text):
-        self.warnings.append(text)
-
-
 VOTES = {"labels": "clients", "generations": None}
 
 
@@ -119,7 +106,7 @@ def true_votes(folder, name="scores.jsonl"):
 def test_the_labeller_sees_the_sum_of_votes_with_noise(copy, place, kind):
     """z √n on each of n pairs, from the run's key and the request, drawn for all clients or for each; the
     sign of the sum labels, and its size over the number of clients is the margin."""
-    path, heard = copy(kind=kind, **PRIVACY), Heard()
+    path, heard = copy(kind=kind, **PRIVACY), Warned()
     align(path, config(place, **VOTES), callbacks=[heard])
     folder = path / "align"
     votes, answers = true_votes(folder), sums(path)
@@ -137,7 +124,7 @@ def test_the_labeller_sees_the_sum_of_votes_with_noise(copy, place, kind):
         total = noised[pairs.index((row["index"], tuple(sorted((chosen, rejected)))))]
         assert (total > 0) == (chosen < rejected)
         assert row["margin"] == abs(total) / 2
-    assert any("most labels are random" in text for text in heard.warnings)
+    assert any("most labels are random" in text for text in heard.texts)
 
 
 def test_each_answer_is_a_release_that_epsilon_counts(copy, place):

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 
 from alignments import Killed, content, rows
 from federating import Here, Within, experiment, site_config
-from liking import LikingJudge
+from liking import LikingJudge, install
 from prefed import run
 from prefed.align import AlignError
-from prefed.align.judge.names import ARGUMENTS
 from prefed.config import ConfigError
 from prefed.config.align import align_settings
 from prefed.core import Key, Privacy, files
@@ -42,7 +41,6 @@ from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.unix_socket import HEADER, pack, unpack
 from prefed.runs.align import align
 from prefed.runs.export import write_model
-from prefed.runs.labels import JUDGES
 from prefed.store import RunReader
 from preferences import jsonl
 from toy import Warned
@@ -66,8 +64,7 @@ def here():
     """Sites work in this process, and have the judge."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(site_module, "Worker", Here)
-        patch.setitem(JUDGES.builtin, "liking", Liking)
-        patch.setitem(ARGUMENTS, "liking", "")
+        install(patch, Liking)
         yield
 
 

@@ -463,12 +463,8 @@ class Draws(Here):
         self.due = {"message": message, "withheld": "", "note": "", "state": None}
 
 
-@pytest.fixture
-def hub(place, tmp_path, monkeypatch):
-    """A site whose one client has an update of 1024 ones."""
-    monkeypatch.setattr(site_module, "Worker", Draws)
-    monkeypatch.setattr(site_module, "decode_upload", lambda message: message)
-    monkeypatch.setattr(site_module, "flat_steps", lambda message: np.ones(1024) * 1e-3)
+def remember_data(monkeypatch):
+    """Let :class:`Draws` know the data that a site joins a run with."""
     join = Site._join
 
     def joins(site, *arguments):
@@ -477,6 +473,15 @@ def hub(place, tmp_path, monkeypatch):
         return answer
 
     monkeypatch.setattr(Site, "_join", joins)
+
+
+@pytest.fixture
+def hub(place, tmp_path, monkeypatch):
+    """A site whose one client has an update of 1024 ones."""
+    monkeypatch.setattr(site_module, "Worker", Draws)
+    monkeypatch.setattr(site_module, "decode_upload", lambda message: message)
+    monkeypatch.setattr(site_module, "flat_steps", lambda message: np.ones(1024) * 1e-3)
+    remember_data(monkeypatch)
     hub = Hub(place, tmp_path)
     yield hub
     hub.site.close()

@@ -19,6 +19,7 @@ from tests.engines.test_federation_sums import (
     identities,
     logged,
     private,
+    remember_data,
     seed,
     spent,
     spent_by_w0,
@@ -27,9 +28,9 @@ from tests.engines.test_federation_sums import place as sums_place
 
 from alignments import Killed, rows
 from federating import Here, Within, experiment, site_config
+from liking import install
 from prefed import run
 from prefed.align import AlignError
-from prefed.align.judge.names import ARGUMENTS
 from prefed.config import ConfigError
 from prefed.engines import WorkerError
 from prefed.networks.federation import site as site_module
@@ -44,7 +45,6 @@ from prefed.privacy import Grid, VoteSum, guarantee_of
 from prefed.privacy.secure import Participant, fingerprint, sum_words
 from prefed.runs.align import align
 from prefed.runs.finished_run import read_run
-from prefed.runs.labels import JUDGES
 from prefed.runs.loaded_run import recorded_experiment
 from preferences import jsonl
 
@@ -66,8 +66,7 @@ class Taste(Liking):
 def here():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(site_module, "Worker", Here)
-        patch.setitem(JUDGES.builtin, "liking", Taste)
-        patch.setitem(ARGUMENTS, "liking", "")
+        install(patch, Taste)
         yield
 
 
@@ -280,14 +279,7 @@ class Ones(Draws):
 @pytest.fixture
 def hub(place, tmp_path, monkeypatch):
     monkeypatch.setattr(site_module, "Worker", Ones)
-    join = Site._join
-
-    def joins(site, *arguments):
-        answer = join(site, *arguments)
-        Draws.data = site._read_order(arguments[0])["data"]
-        return answer
-
-    monkeypatch.setattr(Site, "_join", joins)
+    remember_data(monkeypatch)
     hub = VotesHub(place, tmp_path, judgements=20)
     yield hub
     hub.site.close()

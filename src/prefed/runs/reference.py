@@ -22,7 +22,6 @@ _FREE = NOT_CACHED - {"evaluate"} | {"method"}
 """Keys and tables, but for some settings, in which runs that share log-probabilities may differ. ``evaluate``
 may not, since evaluations decide how pairs are batched first.
 """
-PARTS = "parts"
 
 
 def reference_folder(experiment: Experiment, cache: Path) -> Path:
@@ -34,7 +33,7 @@ def reference_folder(experiment: Experiment, cache: Path) -> Path:
     Args:
         cache: the cache of the run, used if the environment variable is not set.
     """
-    return _folder(experiment, _FREE, ("method.name", "engine.max_tokens", PARTS), cache)
+    return _folder(experiment, _FREE, ("method.name", "engine.max_tokens"), cache)
 
 
 def features_folder(experiment: Experiment, cache: Path) -> Path:
@@ -45,7 +44,7 @@ def features_folder(experiment: Experiment, cache: Path) -> Path:
     Args:
         cache: as for :func:`reference_folder`.
     """
-    return _folder(experiment, _FREE | {"seed", "evaluate"}, ("engine.max_tokens",), cache)
+    return _folder(experiment, _FREE | {"seed", "evaluate", "parts"}, ("engine.max_tokens",), cache)
 
 
 def _folder(experiment: Experiment, free: Set[str], fixed: Sequence[str], cache: Path) -> Path:
@@ -53,8 +52,7 @@ def _folder(experiment: Experiment, free: Set[str], fixed: Sequence[str], cache:
     shared = os.environ.get(SHARED)
     if not shared:
         return cache / "reference"
-    tables = {**flatten(experiment.tables()), PARTS: sorted(experiment.parts)}
-    free = free | {PARTS}
+    tables = {**flatten(experiment.tables()), "parts": sorted(experiment.parts)}
     alike = {name: value for name, value in tables.items() if name.partition(".")[0] not in free}
     alike |= {name: tables[name] for name in fixed if name in tables}
     return Path(shared) / files.digest(json.dumps(alike, sort_keys=True).encode())[:16]

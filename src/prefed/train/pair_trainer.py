@@ -123,7 +123,8 @@ class PairTrainerFactory:
             dataset.tokens,
             cache=cache,
             name=name,
-            features=self._features(features, rows),
+            # Only a model that reads hidden states has responses to encode.
+            features=None if features is None or responses is None else self._features(features, rows),
             max_tokens=max_tokens,
             fast=fast,
             rewards=rewards,
@@ -132,10 +133,8 @@ class PairTrainerFactory:
             feedback=feedback,
         )
 
-    def _features(self, folder: Path | None, splits: Sequence[Rows]) -> Path | None:
+    def _features(self, folder: Path, splits: Sequence[Rows]) -> Path:
         """Return the folder for hidden states that any method reads, with any seed."""
-        if folder is None:
-            return None
         clients = hashlib.sha256(b"".join(rows.tobytes() + b"|" for rows in splits)).hexdigest()
         names = (model_digest(self.backbone, idle=False), self.dataset.tokens.fingerprint, clients)
         return folder / "-".join(["features", *(name[:12] for name in names)])

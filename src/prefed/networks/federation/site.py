@@ -431,10 +431,8 @@ class Site:
     def _votes(self, run: str, client: str, asked: str, pairs: int) -> Votes:
         """A client's votes, after a check that it may vote on these pairs."""
         assert self.config.judge is not None
-        votes, most = (
-            Votes(self._state / "runs" / run, client, self.config.judge),
-            self.config.limits.judgements,
-        )
+        votes = Votes(self._state / "runs" / run, client, self.config.judge)
+        most = self.config.limits.judgements
         if asked not in votes.given and (total := votes.count + pairs) > most:
             raise RefusalError(
                 f"[limits] judgements: {total:,} pairs of the client requested in this run, at most "
