@@ -3,11 +3,16 @@
     OMP_NUM_THREADS=1 python benchmarks/completions.py --shape tiny
     OMP_NUM_THREADS=1 python benchmarks/completions.py --shape distilgpt2
     OMP_NUM_THREADS=1 python benchmarks/completions.py --model FOLDER --bf16 --batch 32
+    OMP_NUM_THREADS=1 python benchmarks/completions.py --model FOLDER --batch 32 --server http://localhost:8080/v1
 
 Prompts of equal length, ``--batch`` of them; T 0.7; every completion has ``--tokens`` tokens, since no
 end-of-text token ends it. The peer is the same model with its LoRA merged into the weights, so that it pays
 for no adapter. Both take the same work in turn; the median ratio of their CPU times is printed, and how
 many of their greedy completions are equal.
+
+``--server`` asks a server of the same model instead, as ``[align.endpoint]`` does, ``--batch`` requests at
+once; it must know ``ignore_eos`` (llama.cpp, vLLM). Times are wall times then. For llama.cpp on one core:
+``taskset -c 1 llama-server -m FILE.gguf --threads 1 --parallel 32 --ctx-size 8192``.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ import argparse
 import copy
 import os
 import statistics
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Literal
 
@@ -24,13 +31,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from common import DEVICE, base_model, parse_with_model, timed
 
+from prefed.align.judge.endpoint import Endpoint
+from prefed.config import EndpointConfig
 from prefed.core import Key
-from prefed.models import LoraSettings, ModelConfig, make_backbone
+from prefed.models import LoraSettings, ModelConfig, load_tokenizer, make_backbone
 from prefed.models.pretrained import silence_transformers
 from prefed.train.generation import Sampling, complete_batch
 
 NEVER = -1
 """An end-of-text token that no model says."""
+
+
+def on_the_wall(work: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
+    """Milliseconds on the wall, and the result."""
+    start = time.perf_counter()
+    rows = work()
+    return 1e3 * (time.perf_counter() - start), rows
 
 
 def main() -> None:
@@ -42,6 +58,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--server", metavar="URL")
     args = parse_with_model(parser, "tiny")
     silence_transformers()
     torch.set_num_threads(1)
@@ -50,7 +67,7 @@ def main() -> None:
     base.config.eos_token_id = base.generation_config.eos_token_id = None
     plain = copy.deepcopy(base).to(DEVICE).eval()
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if args.bf16 else "float32"
-    config = ModelConfig(name=args.shape, dtype=dtype, lora=LoraSettings(dropout=0.0))
+    config = ModelConfig(name=str(args.model or args.shape), dtype=dtype, lora=LoraSettings(dropout=0.0))
     # No text is read: special tokens are all that is asked of a tokenizer.
     tokens = SimpleNamespace(eos_token_id=NEVER, bos_token_id=NEVER, pad_token_id=NEVER, get_vocab=dict)
     backbone = make_backbone(base, tokens, config, Key(0))
@@ -60,7 +77,7 @@ def main() -> None:
 
     def batched(temperature: float) -> list[list[int]]:
         how = Sampling(max_tokens=args.tokens, temperature=temperature)
-        return complete_batch(backbone, backbone.reference, prompts, how, keys)
+        return [found.tokens for found in complete_batch(backbone, backbone.reference, prompts, how, keys)]
 
     def one_by_one(temperature: float) -> list[list[int]]:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
@@ -78,15 +95,33 @@ def main() -> None:
                 rows.append(output[0, args.length :].tolist())
         return rows
 
-    greedy, peer = batched(0.0), one_by_one(0.0)
-    times: dict[str, list[float]] = {"batched": [], "one by one": []}
+    def served(temperature: float) -> list[list[int]]:
+        options = {
+            "max_tokens": args.tokens,
+            "temperature": temperature,
+            "extra_body": {"ignore_eos": True, "cache_prompt": False},
+        }
+        answers = list(endpoint.map(lambda text: endpoint.complete(text, options, {}), texts))
+        # Text does not always give back its tokens: the server counts them.
+        return [[0] * args.tokens if not answer.ended else [] for answer in answers]
+
+    peer_name, peer_work, clock = "one by one", one_by_one, timed
+    if args.server:
+        tokenizer = load_tokenizer(config)
+        texts = [tokenizer.decode(prompt) for prompt in prompts]
+        settings = EndpointConfig(model="model", url=args.server, parallel=args.batch)
+        endpoint = Endpoint("model", settings, setting="--server", prefix="--")
+        peer_name, peer_work, clock = "server", served, on_the_wall
+    else:
+        greedy, peer = batched(0.0), one_by_one(0.0)
+    times: dict[str, list[float]] = {"batched": [], peer_name: []}
     for repeat in range(args.repeats + 1):
-        for name, work in (("batched", batched), ("one by one", one_by_one)):
-            spent, rows = timed(lambda work=work: work(0.7))  # type: ignore[misc]
+        for name, work in (("batched", batched), (peer_name, peer_work)):
+            spent, rows = clock(lambda work=work: work(0.7))  # type: ignore[misc]
             assert all(len(row) == args.tokens for row in rows), name
             if repeat:
                 times[name].append(spent)
-    ratio = statistics.median([b / a for a, b in zip(times["batched"], times["one by one"], strict=True)])
+    ratio = statistics.median([b / a for a, b in zip(times["batched"], times[peer_name], strict=True)])
     print(
         f"{args.shape}, {dtype}, batch {args.batch}, {args.length} tokens and {args.tokens} new ones, T 0.7"
     )
@@ -94,8 +129,10 @@ def main() -> None:
         seconds = statistics.median(values) / 1e3
         rate, tokens = args.batch / seconds, args.batch * args.tokens / seconds
         print(f"  {name:<12} {rate:8.2f} completions/s   {tokens:9.1f} tokens/s   {seconds:7.2f} s")
-    agree = sum(one == other for one, other in zip(greedy, peer, strict=True))
-    print(f"  ratio {ratio:.2f}x; greedy completions that agree: {agree}/{args.batch}")
+    print(f"  ratio {ratio:.2f}x")
+    if not args.server:
+        agree = sum(one == other for one, other in zip(greedy, peer, strict=True))
+        print(f"  greedy completions that agree: {agree}/{args.batch}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     git worktree add ../before f1b7b464
     OMP_NUM_THREADS=1 python benchmarks/versions.py ../before --shape distilgpt2
+    OMP_NUM_THREADS=1 python benchmarks/versions.py ../before --model FOLDER --bf16 --max-length 192 --batch 2
 
 Each checkout trains in its own process, and a step of one follows a step of the other on the same pairs.
 Steps, LoRA and data are those of ``dpo_step.py``. Ratios are this checkout's time to the other's.
@@ -16,16 +17,16 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from common import DATA, TOKENIZER
+from common import DATA, parse_with_model
 
 
 def serve(args: argparse.Namespace) -> None:
     """Take a step of the checkout on the path for each line of input, and print its milliseconds and loss."""
     import numpy as np
     import torch
-    from common import load_pairs, shape, timed
+    from common import base_model, load_pairs, timed
 
     from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
     from prefed.models import LoraSettings, ModelConfig, make_backbone
@@ -33,8 +34,9 @@ def serve(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     pairs = load_pairs(args.data, args.tokenizer, args.max_length, args.batch * (args.steps + 2))
-    config = ModelConfig(name="model", lora=LoraSettings(rank=8, alpha=16, dropout=0.0), dtype="float32")
-    backbone = make_backbone(shape(args.shape), None, config, Key(0))
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if args.bf16 else "float32"
+    config = ModelConfig(name="model", lora=LoraSettings(rank=8, alpha=16, dropout=0.0), dtype=dtype)
+    backbone = make_backbone(base_model(args).to(getattr(torch, dtype)), None, config, Key(0))
     trainer, everything = PairTrainer(backbone, pairs), np.arange(len(pairs))
     trainer.references.fill_training(everything, everything)
     parts = Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
@@ -53,14 +55,13 @@ def serve(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("other", type=Path, help="folder of the other checkout")
-    parser.add_argument("--shape", default="gpt2-small-vocab")
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
     parser.add_argument("--max-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--bf16", action="store_true")
+    args = parse_with_model(parser, "gpt2-small-vocab")
     if args.serve:
         return serve(args)
     here = Path(__file__).resolve().parent.parent
