@@ -13,6 +13,7 @@ from prefed.models import fused_lora
 from prefed.train.generation import (
     GumbelNoise,
     Sampling,
+    _pads,
     _processors,
     as_prompt,
     complete_batch,
@@ -171,6 +172,26 @@ def test_prompts_of_different_lengths_get_what_they_get_by_themselves(family, pa
             ]
             assert [found[number] for number in range(5)] == singles
             assert [len(batch) for batch in batches] == [4, 1]
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_prompt_of_several_completions_is_read_once(family):
+    """In float64. Two different prompts of two and three tokens, padded to three: two tokens of each are read
+    once, and then the last token of all four rows."""
+    with float64():
+        model, tensors = small(family, end=VOCABULARY - 1)
+        prompts = [[5, 9, 2], [7, 4], [5, 9, 2], [7, 4]] if _pads(model) else [PROMPTS[0], PROMPTS[1]] * 2
+        how = Sampling(max_tokens=9, temperature=0.9)
+        singles = [
+            complete_batch(model, tensors, [p], how, [k])[0] for p, k in zip(prompts, KEYS, strict=True)
+        ]
+        read = []
+        model.causal.get_input_embeddings().register_forward_hook(
+            lambda _, inputs, __: read.append(inputs[0].numel())
+        )
+        assert complete_batch(model, tensors, prompts, how, KEYS) == singles
+        assert read[:2] == ([4, 4] if _pads(model) else [12, 4])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

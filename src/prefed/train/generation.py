@@ -32,7 +32,7 @@ from prefed.train.packed import NAME as PACKED
 from prefed.train.padded import PaddedForward
 
 _CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24) else "past_key_values"
-"""The argument of ``generate`` with a cache."""
+"""The argument of ``generate`` and of models with a cache."""
 _USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
 
@@ -222,7 +222,7 @@ def complete_batch(
     Shorter prompts are padded on the left, if the model supports that. The noise of a sequence depends only
     on its key. Its logits depend on the rest of the batch in the last
     digits only, because the summation order of a matrix product may change with the number of rows. Equal
-    batches give equal tokens.
+    batches give equal tokens. A prompt that occurs several times is read once.
 
     Args:
         tensors: full layout; ``backbone.reference`` for the base model.
@@ -267,6 +267,8 @@ def complete_batch(
     # For a slice, a CPU would copy the head's weights once per prompt.
     contiguous = head.register_forward_pre_hook(lambda _, rows: tuple(each.contiguous() for each in rows))
     with contiguous, _inference(backbone), backbone.tasting(tastes):
+        if cache is not None and tastes is None:
+            _read_once(backbone, cache, ids, mask)
         output = backbone.causal.generate(
             ids,
             attention_mask=mask,
@@ -275,6 +277,19 @@ def complete_batch(
             **{_CACHE: cache},
         )
     return [_until_end(row, ends) for row in output[:, length:].tolist()]
+
+
+def _read_once(backbone: Backbone, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
+    """Fill the cache of completions that have prompts in common, except for the prompts' last token."""
+    first: dict[tuple[int, ...], int] = {}
+    rows = [first.setdefault(tuple(prompt), len(first)) for prompt in ids.tolist()]
+    if len(first) == len(rows) or ids.shape[1] == 1:
+        return
+    once = torch.tensor([rows.index(number) for number in range(len(first))], device=ids.device)
+    ids, mask = ids[once, :-1], mask[once, :-1]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    backbone.trunk(ids, attention_mask=mask, position_ids=positions, use_cache=True, **{_CACHE: cache})
+    cache.reorder_cache(torch.tensor(rows, device=ids.device))
 
 
 def _pads(backbone: Backbone) -> bool:
