@@ -21,7 +21,7 @@ from prefed import Callback, ConfigError, Experiment, run
 from prefed.core import Key
 from prefed.data import DataConfig, DataError, build_dataset
 from prefed.methods import METHODS, MethodKind
-from prefed.runs.memory import from_memory
+from prefed.runs.pairs_from_memory import from_memory
 from prefed.store import RunReader, RunWriter, StoreError
 from preferences import jsonl, tokenizer
 from toy import InterruptAt

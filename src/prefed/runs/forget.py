@@ -34,7 +34,7 @@ from prefed.runs.descendants import NOISED, Plan, elsewhere, in_the_run, in_the_
 from prefed.runs.disclosure import disclosure
 from prefed.runs.finished_run import RunError, RunRecord, no_client, read_run
 from prefed.runs.loaded_run import recorded_experiment, source_like
-from prefed.runs.memory import FOLDER as MEMORY
+from prefed.runs.pairs_from_memory import FOLDER as MEMORY
 from prefed.runs.replacement import Replacement, replacing
 from prefed.runs.run import run as run_experiment
 from prefed.runs.start_or_resume import is_place, settings_digest

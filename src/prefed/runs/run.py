@@ -24,7 +24,7 @@ from prefed.store import RunReader
 if TYPE_CHECKING:
     import pandas
 
-    from prefed.runs.memory import Rows
+    from prefed.runs.pairs_from_memory import Rows
 
 SHARED = "shared"
 
@@ -150,7 +150,7 @@ def run(
     opened = open_run(experiment, path, callbacks, resume=resume, spaced=experiment.checkpoint, page=page)
     with opened as (writer, callback), ExitStack() as stack:
         if data is not None:
-            from prefed.runs.memory import from_memory
+            from prefed.runs.pairs_from_memory import from_memory
 
             experiment = stack.enter_context(from_memory(experiment, data, writer))
         server = finish_rounds(experiment, writer, callback, checked_job)
