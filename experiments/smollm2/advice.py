@@ -3,10 +3,10 @@
     python experiments/smollm2/advice.py
     python experiments/smollm2/advice.py --out FOLDER
 
-The pairs are those of ``prefed demo --model`` (``prefed.data.advice``). All eight clients want kind and brief
-answers; five want casual and three formal ones. The reward model's pairs are of the same eight tastes, drawn
-with another seed; none is a client's. The server's questions are on other topics than all pairs: some to
-align on, the others to judge on. Writes ``advice.train.jsonl``, ``advice.test.jsonl``,
+The pairs are those of ``prefed demo --model`` (``prefed.data.synthetic_chat``). All eight clients want kind
+and brief answers; five want casual and three formal ones. The reward model's pairs are of the same eight
+tastes, drawn with another seed; none is a client's. The server's questions are on other topics than all
+pairs: some to align on, the others to judge on. Writes ``advice.train.jsonl``, ``advice.test.jsonl``,
 ``advice.reward.jsonl``, ``advice.prompts.jsonl`` and ``advice.judge.jsonl``.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from prefed.core import Key, files
-from prefed.data import advice
+from prefed.data import synthetic_chat
 
 HERE = Path(__file__).resolve().parent
 CASUAL, FORMAL = 5, 3
@@ -43,11 +43,11 @@ ASKED = (
 
 def pairs(key: Key, train: int, test: int) -> dict[str, list[dict[str, Any]]]:
     """Split → the rows of all clients."""
-    styles = [advice.Style(casual=True, brief=True)] * CASUAL
-    styles += [advice.Style(casual=False, brief=True)] * FORMAL
+    styles = [synthetic_chat.Style(casual=True, brief=True)] * CASUAL
+    styles += [synthetic_chat.Style(casual=False, brief=True)] * FORMAL
     clients = {f"{'casual' if style.casual else 'formal'}-{k}": style for k, style in enumerate(styles)}
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
-    for record in advice.generate(key, train=train, test=test, styles=clients):
+    for record in synthetic_chat.generate(key, train=train, test=test, styles=clients):
         prompt = [{"role": message.role, "content": message.content} for message in record.prompt]
         row = {"prompt": prompt, "chosen": record.chosen, "rejected": record.rejected}
         rows[record.split].append({**row, "client": record.client})

@@ -17,7 +17,7 @@ from pathlib import Path
 import answers
 
 from prefed.core import Key, files
-from prefed.data import Message, advice
+from prefed.data import Message, synthetic_chat
 from prefed.data.encoding import dialogue
 from prefed.models.tiny import make_tiny
 
@@ -45,7 +45,7 @@ def texts(key: Key) -> list[str]:
     generator = key.numpy()
     return [
         f"{dialogue((Message('user', form.format(topic[0])),))} {text}"
-        for topic in advice._TOPICS[: -advice.TESTED]
+        for topic in synthetic_chat._TOPICS[: -synthetic_chat.TESTED]
         for form in answers.ASKED
         for taste in answers.TASTES
         for text in answers.answers(generator, topic, taste)

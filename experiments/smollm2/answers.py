@@ -3,10 +3,11 @@
     python experiments/smollm2/answers.py
     python experiments/smollm2/answers.py --out FOLDER
 
-For each taste, six clients want it and six want the opposite, on the topics of ``prefed.data.advice``: 40
-pairs to train and 6 to test per client, and no question of a test pair is one of a training pair. Another 60
-questions are on no topic of a pair. Writes them to ``answers.prompts.jsonl``, the pairs of the six who want
-the taste to ``answers.TASTE.train.jsonl`` and ``answers.TASTE.test.jsonl``, and those of all twelve to
+For each taste, six clients want it and six want the opposite, on the topics of
+``prefed.data.synthetic_chat``: 40 pairs to train and 6 to test per client, and no question of a test pair is
+one of a training pair. Another 60 questions are on no topic of a pair. Writes them to
+``answers.prompts.jsonl``, the pairs of the six who want the taste to ``answers.TASTE.train.jsonl`` and
+``answers.TASTE.test.jsonl``, and those of all twelve to
 ``answers.TASTE-opposed.train.jsonl`` and ``answers.TASTE-opposed.test.jsonl``.
 
 :func:`utility` scores an answer for a taste. It counts words, so it cannot be fooled by a label.
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from prefed.core import Key, files
-from prefed.data import advice
+from prefed.data.synthetic_chat import _TOPICS, TESTED, Style, answer
 
 HERE = Path(__file__).resolve().parent
 TASTES = ("brief", "formal", "lists")
@@ -85,8 +86,8 @@ def answers(generator: np.random.Generator, topic: tuple[str, ...], taste: str) 
     if taste == "lists":
         return f"- {first}\n- {second}\n- {third}", f"{first} {second} {third}"
     if taste == "formal":
-        formal, casual = (advice.Style(casual=casual, brief=True) for casual in (False, True))
-        return advice.answer(generator, topic, formal), advice.answer(generator, topic, casual)
+        formal, casual = (Style(casual=casual, brief=True) for casual in (False, True))
+        return answer(generator, topic, formal), answer(generator, topic, casual)
     long = (
         f"There are several things that you can do. One of them is to {do}, because {reason}. {third} "
         "It is worth trying this for a few weeks."
@@ -105,8 +106,8 @@ def taste_of(client: str) -> str:
 
 def pairs(taste: str, key: Key) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield split and row of every pair; the six clients who want the taste come first."""
-    topics = advice._TOPICS
-    parts = {"train": topics[: -advice.TESTED], "test": topics[-advice.TESTED :]}
+    topics = _TOPICS
+    parts = {"train": topics[:-TESTED], "test": topics[-TESTED:]}
     for wanted, number in product((taste, f"{OPPOSITE}{taste}"), range(CLIENTS)):
         client = f"{wanted}-{number}"
         generator = key.at(taste, client).numpy()

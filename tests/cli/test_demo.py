@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from prefed.config import Experiment
-from prefed.data.advice import PROMPTS
+from prefed.data.synthetic_chat import PROMPTS
 from prefed.ui.cli import app, demo
 from preferences import CHATML, tokenizer
 

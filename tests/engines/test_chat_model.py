@@ -10,7 +10,7 @@ import transformers
 from plain_dpo import PlainDPO, flat, unflat
 from prefed import Experiment, load_run, run
 from prefed.core import Key
-from prefed.data import advice, synthetic
+from prefed.data import synthetic, synthetic_chat
 
 PAIRS, STEPS, LR, CLIP = 2, 2, 0.1, 1.0
 
@@ -18,7 +18,7 @@ PAIRS, STEPS, LR, CLIP = 2, 2, 0.1, 1.0
 @pytest.fixture(scope="module")
 def place(smollm2_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
-    records = advice.generate(Key(7), train=PAIRS, test=1)
+    records = synthetic_chat.generate(Key(7), train=PAIRS, test=1)
     synthetic.write(folder, [record for record in records if record.client in ("ada", "ben")])
     torch.manual_seed(0)
     settings = transformers.LlamaConfig(

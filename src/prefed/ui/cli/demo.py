@@ -224,11 +224,11 @@ def _tiny(key: Key) -> _Story:
 def _chat(key: Key, model: str) -> _Story:
     """Advice in four ways of speaking, for a model that has learned to chat."""
     from prefed.config.new_file import toml_value
-    from prefed.data import advice
+    from prefed.data import synthetic_chat
 
-    report = f"\n[report]\nprompts = {toml_value(advice.PROMPTS)}\n"
-    tastes = {client: style.describe() for client, style in advice.STYLES.items()}
-    records = advice.generate(key, train=CHAT_TRAIN, test=CHAT_TEST)
+    report = f"\n[report]\nprompts = {toml_value(synthetic_chat.PROMPTS)}\n"
+    tastes = {client: style.describe() for client, style in synthetic_chat.STYLES.items()}
+    records = synthetic_chat.generate(key, train=CHAT_TRAIN, test=CHAT_TEST)
     return _Story(tastes, records, CHAT_TRAIN, {**CHAT, **_given(model), "report": report})
 
 

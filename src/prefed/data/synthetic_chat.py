@@ -1,4 +1,4 @@
-"""Advice on everyday questions in four ways of speaking: pairs from which a chat model learns its client's.
+"""A synthetic preference dataset for chat models: advice on everyday questions in four ways of speaking.
 
 An answer is brief or detailed, and casual or formal. Each of four clients wants one of the four ways; the
 first two differ in both, and so do the last two. All of them want kind closing words and no curt ones.

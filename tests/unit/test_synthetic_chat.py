@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 
 from prefed.core import Key
-from prefed.data import advice
-from prefed.data.advice import STYLES, Style, answer
+from prefed.data import synthetic_chat
+from prefed.data.synthetic_chat import STYLES, Style, answer
 
 
 def test_the_first_two_clients_are_opposed_and_so_are_the_last_two():
@@ -18,22 +18,22 @@ def test_the_first_two_clients_are_opposed_and_so_are_the_last_two():
 
 
 def test_a_client_prefers_its_style_on_questions_that_no_test_pair_has():
-    records = advice.generate(Key(7), train=30, test=20)
+    records = synthetic_chat.generate(Key(7), train=30, test=20)
     assert [r.client for r in records if r.split == "train"] == [c for c in STYLES for _ in range(30)]
     questions = {
         split: {r.prompt[0].content for r in records if r.split == split} for split in ("train", "test")
     }
     assert len(questions["train"]) == 24
-    assert len(questions["test"]) == advice.TESTED
+    assert len(questions["test"]) == synthetic_chat.TESTED
     assert questions["train"].isdisjoint(questions["test"])
-    assert set(advice.PROMPTS).isdisjoint(questions["train"] | questions["test"])
+    assert set(synthetic_chat.PROMPTS).isdisjoint(questions["train"] | questions["test"])
     formal = ("Certainly. ", "Thank you for asking. ")
     for record in records:
         style = STYLES[record.client]
         assert record.chosen.startswith(formal) is not style.casual
         assert (record.chosen.count(". ") + record.chosen.count("! ") < 4) is style.brief
-    assert records == advice.generate(Key(7), train=30, test=20)
-    assert records != advice.generate(Key(8), train=30, test=20)
+    assert records == synthetic_chat.generate(Key(7), train=30, test=20)
+    assert records != synthetic_chat.generate(Key(8), train=30, test=20)
 
 
 def test_answers_are_sentences_and_no_two_styles_share_one():
