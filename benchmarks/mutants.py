@@ -276,7 +276,7 @@ MUTANTS = tuple(
         ),
         # privacy
         (
-            "privacy/mechanism.py",
+            "privacy/clip_and_noise.py",
             "own = (privacy.noise_multiplier or 0.0) * math.sqrt(pairs)",
             "own = privacy.noise_multiplier or 0.0",
             "laws/test_noise_laws.py",
@@ -306,19 +306,19 @@ MUTANTS = tuple(
             "engines/test_federation_votes.py",
         ),
         (
-            "privacy/mechanism.py",
+            "privacy/clip_and_noise.py",
             "for step in steps.values()))",
             "for step in list(steps.values())[:1]))",
             "laws/test_noise_laws.py",
         ),
         (
-            "privacy/mechanism.py",
+            "privacy/clip_and_noise.py",
             "privacy.noise / cohort, key)",
             "privacy.noise, key)",
             "laws/test_noise_laws.py",
         ),
         (
-            "privacy/mechanism.py",
+            "privacy/clip_and_noise.py",
             "*[1 / cohort] * len(uploads)]",
             "*[1 / len(uploads)] * len(uploads)]",
             "laws/test_noise_laws.py",

@@ -20,7 +20,7 @@ from prefed.networks.federation.messages import FORMAT, VERSION, order_digest
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import pack, unpack
-from prefed.privacy import guarantee_of, mechanism
+from prefed.privacy import clip_and_noise, guarantee_of
 from prefed.store import StoreError
 from workers import CLIENTS, make_place
 
@@ -71,7 +71,7 @@ def test_a_round_that_is_done_again_has_no_second_draw_at_a_site(kind, answers, 
         draws.append(size)
         return torch.linspace(-1, 1, size, dtype=torch.float64)
 
-    monkeypatch.setattr(mechanism, "normal", normal)
+    monkeypatch.setattr(clip_and_noise, "normal", normal)
     monkeypatch.setattr(site_module, "Worker", Here)
     asked = private(place, kind=kind)
     run(asked, tmp_path / "alone")

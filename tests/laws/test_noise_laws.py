@@ -15,7 +15,7 @@ from prefed.core import Download, Entry, Exchange, Key, Layout, Privacy, Round, 
 from prefed.engines.validation import expected_groups, withhold_scalars
 from prefed.methods import METHODS
 from prefed.privacy import noised_mean, noised_votes, privatize, vote_noise
-from prefed.privacy.mechanism import normal
+from prefed.privacy.clip_and_noise import normal
 from prefed.store import RunReader
 from prefed.testing import Problem, QuadraticTrainer
 

@@ -6,8 +6,7 @@ from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.privacy.accountant import Guarantee, guarantee_of
-    from prefed.privacy.distributed import Grid, MetricError, MetricSum, VoteSum, source_of
-    from prefed.privacy.mechanism import (
+    from prefed.privacy.clip_and_noise import (
         clipped_steps,
         flat_steps,
         mean_of_sum,
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
         privatize,
         vote_noise,
     )
+    from prefed.privacy.distributed import Grid, MetricError, MetricSum, VoteSum, source_of
 
 __all__ = [
     "Grid",
