@@ -17,7 +17,7 @@ from prefed.models.tiny import make_tiny
 from prefed.runs.build import build_data, build_job
 from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.loaded_run import load_run
-from prefed.runs.reference import reference_folder
+from prefed.runs.reference_cache import reference_folder
 from prefed.runs.run import default_out
 from prefed.runs.start_or_resume import fitted
 from prefed.store import RunReader, StoreError

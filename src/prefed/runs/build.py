@@ -26,7 +26,7 @@ from prefed.methods.base.settings import BaselineSettings
 from prefed.models import Backbone, load_backbone, load_tokenizer
 from prefed.models.pretrained import with_dtype
 from prefed.models.trainable_parts import EXAMPLES
-from prefed.runs.reference import features_folder, reference_folder
+from prefed.runs.reference_cache import features_folder, reference_folder
 from prefed.train.losses import OBJECTIVES, check_feedback
 from prefed.train.pair_trainer import PairTrainerFactory
 

@@ -19,7 +19,7 @@ from prefed.runs.align import read_settings
 from prefed.runs.copies import EXPORTS, read_copies
 from prefed.runs.finished_run import RunError, RunRecord
 from prefed.runs.pairs_from_memory import FOLDER as MEMORY
-from prefed.runs.reference import SHARED
+from prefed.runs.reference_cache import SHARED
 from prefed.store import client_file
 
 FORGOTTEN = "forgotten"

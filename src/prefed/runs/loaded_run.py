@@ -46,7 +46,7 @@ from prefed.runs.build import (
     selector_settings,
 )
 from prefed.runs.finished_run import RunError, RunRecord, no_client, read_run
-from prefed.runs.reference import features_folder, reference_folder
+from prefed.runs.reference_cache import features_folder, reference_folder
 from prefed.runs.start_or_resume import CODE, absent_code, changed_code, settings_digest
 from prefed.runs.summary import published_models
 from prefed.store import RunReader, StoreError

@@ -30,7 +30,7 @@ from prefed.data import DataMismatchError
 from prefed.engines import Job
 from prefed.models.pretrained import reads_clock, with_dtype, with_kernels
 from prefed.runs.build import code_digests
-from prefed.runs.reference import NOT_CACHED
+from prefed.runs.reference_cache import NOT_CACHED
 from prefed.runs.summary import command
 from prefed.store import CheckpointConfig, RunWriter, StoreError
 from prefed.store.directory import LOG, refuse_foreign

@@ -15,7 +15,7 @@ from typing import Any
 from prefed.config import Experiment, to_toml
 from prefed.core import files
 from prefed.core.strict_settings import differing
-from prefed.runs.reference import SHARED
+from prefed.runs.reference_cache import SHARED
 from prefed.train.metrics import COMPARED_METRICS
 
 NEWCOMERS = "newcomer_accuracy"
