@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from prefed.data import DataError, Message, PolicyEncoder, Record, Template, limits
+from prefed.data import DataError, Message, PolicyEncoder, Record, Template, template_limits
 from prefed.models.pretrained import ModelError, load_pretrained
 from preferences import tokenizer
 
@@ -30,7 +30,7 @@ GREEDY = {
 """Each takes 192 MiB; jinja computes the last when it reads the template."""
 CHILD = """
 import json, os, sys
-from prefed.data import Message, Template, limits
+from prefed.data import Message, Template, template_limits
 from preferences import tokenizer
 talk, plain = (Message("user", "Hi"),), [{"role": "user", "content": "Hi"}]
 def measured(render):
@@ -44,7 +44,7 @@ def measured(render):
     answer = os.read(read, 4096).decode()
     return answer, os.wait4(child, 0)[2].ru_maxrss * 1024
 print(json.dumps(measured(lambda: Template(tokenizer(chat="{{ 'x' * 1610612736 }}")).prompt(talk))))
-limits.MEMORY = 128 << 20
+template_limits.MEMORY = 128 << 20
 for text in json.load(sys.stdin):
     made = tokenizer(chat=text)
     rows = measured(lambda: ""), measured(lambda: Template(made).prompt(talk)), measured(
@@ -80,7 +80,7 @@ TALK = (Message("user", "Hi"),)
 def test_the_time_of_a_template_is_limited(monkeypatch):
     before = time.process_time()
     assert Template(tokenizer(chat=LOOP)).prompt(TALK) == ""
-    monkeypatch.setattr(limits, "SECONDS", (time.process_time() - before) / 1000)
+    monkeypatch.setattr(template_limits, "SECONDS", (time.process_time() - before) / 1000)
     with pytest.raises(DataError, match=r"chat template .* needs more than .* s of CPU time"):
         Template(tokenizer(chat=LOOP)).prompt(TALK)
     # It is the template's fault, not that of one row, of which several may be left out.
@@ -101,7 +101,7 @@ def test_the_text_of_a_template_is_limited():
 def test_every_template_is_rendered_within_the_limits(tmp_path):
     """The code has one place that renders a chat template. That of a model's folder goes through it. That of
     an adapter's folder is never read: such a folder is no model, and a policy has its model's tokenizer."""
-    source = Path(limits.__file__).parents[1]
+    source = Path(template_limits.__file__).parents[1]
     places = [
         path.name for path in source.rglob("*.py") if ".apply_chat_template(" in path.read_text("utf-8")
     ]
@@ -124,7 +124,7 @@ def test_limits_end_with_the_block(raises):
 
     def body():
         try:
-            with limits.limited("it"):
+            with template_limits.limited("it"):
                 assert resource.getrlimit(resource.RLIMIT_AS)[0] > 0 or sys.platform != "linux"
                 if raises:
                     raise KeyError

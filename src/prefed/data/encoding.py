@@ -281,7 +281,7 @@ class Template:
         return response if response[:1].isspace() else " " + response
 
     def _render(self, messages: tuple[Message, ...], *, generate: bool) -> str:
-        from prefed.data.limits import limited
+        from prefed.data.template_limits import limited
 
         conversation = plain_prompt(self._marked(messages))
         what = "the chat template that comes with the tokenizer"
