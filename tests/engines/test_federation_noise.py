@@ -15,10 +15,10 @@ from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import status_lines
 from prefed.networks.federation.config import Limits
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
-from prefed.networks.federation.limits import RefusalError, check_experiment
 from prefed.networks.federation.messages import FORMAT, VERSION, order_digest
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.site import Site
+from prefed.networks.federation.site_limits import RefusalError, check_experiment
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.privacy import clip_and_noise, guarantee_of
 from prefed.store import StoreError

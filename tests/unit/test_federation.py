@@ -24,9 +24,9 @@ from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.experiment import HELD, load_federated, own_experiment, reported_names
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
 from prefed.networks.federation.hub import FederationBackend, Sites
-from prefed.networks.federation.limits import RefusalError, check_experiment, check_members, check_task
 from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.site import Site
+from prefed.networks.federation.site_limits import RefusalError, check_experiment, check_members, check_task
 from prefed.networks.federation.transport import UnreachableError
 from prefed.networks.federation.unix_socket import Door, ask, pack, unpack, when_gone
 from prefed.networks.federation.vault import Vault, site_secret

@@ -22,7 +22,7 @@ from prefed.data.partition import partition_value
 from prefed.data.sources import ReadCounts, read_records
 from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.limits import RefusalError
+from prefed.networks.federation.site_limits import RefusalError
 from prefed.runs.build import code_digests
 from prefed.store.directory import lock
 

@@ -23,8 +23,8 @@ from prefed.data.dataset import CLIENTS, read_manifest
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.experiment import started_experiment
 from prefed.networks.federation.judging import config_of
-from prefed.networks.federation.limits import RefusalError
 from prefed.networks.federation.messages import Publish, check_download
+from prefed.networks.federation.site_limits import RefusalError
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.runs.build import assemble_job, build_data, build_trainers
 from prefed.runs.export import Export, write_tensors

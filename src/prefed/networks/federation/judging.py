@@ -24,8 +24,8 @@ from prefed.core import files
 from prefed.data import FederatedDataset, Message, Record
 from prefed.data.record import plain_prompt
 from prefed.networks.federation.config import SiteConfig, SiteJudge
-from prefed.networks.federation.limits import RefusalError
 from prefed.networks.federation.messages import what_is_wrong
+from prefed.networks.federation.site_limits import RefusalError
 from prefed.runs.labels import ClientVotes, JudgeLabels, judge_over
 from prefed.runs.refresh import BY_CLIENT
 from prefed.store import client_file

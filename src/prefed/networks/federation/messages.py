@@ -23,7 +23,7 @@ from prefed.core import files
 from prefed.core.text import control_character, printable
 from prefed.core.wire import WireError, decode_download
 from prefed.engines.tasks import Task
-from prefed.networks.federation.limits import RefusalError
+from prefed.networks.federation.site_limits import RefusalError
 from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.vault import is_receipt
 from prefed.privacy.secure import Member, Session, sha256

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prefed.core import Privacy, files
 from prefed.networks.federation.config import Limits
-from prefed.networks.federation.limits import RefusalError
+from prefed.networks.federation.site_limits import RefusalError
 from prefed.privacy import Guarantee
 from prefed.privacy.accountant import AccountantError
 from prefed.store import StoreError

@@ -43,13 +43,6 @@ from prefed.networks.federation.experiment import (
 )
 from prefed.networks.federation.final_models import take_in
 from prefed.networks.federation.judging import Votes, config_of, keep_pairs, read_pairs, write_judged
-from prefed.networks.federation.limits import (
-    RefusalError,
-    check_experiment,
-    check_members,
-    check_same,
-    check_task,
-)
 from prefed.networks.federation.messages import (
     FORMAT,
     PACKAGES,
@@ -73,6 +66,13 @@ from prefed.networks.federation.messages import (
     statement_of,
 )
 from prefed.networks.federation.privacy_ledger import Releases
+from prefed.networks.federation.site_limits import (
+    RefusalError,
+    check_experiment,
+    check_members,
+    check_same,
+    check_task,
+)
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.privacy import Grid, MetricError, MetricSum, VoteSum, flat_steps, source_of
