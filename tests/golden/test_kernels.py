@@ -27,7 +27,7 @@ from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.core.strict_settings import differing
 from prefed.models import ModelConfig, ModelError
 from prefed.models import backbone as backbones
-from prefed.models.kernels import use_liger
+from prefed.models.liger_kernels import use_liger
 from prefed.models.pretrained import LIGER_CLASSES, check_kernels, precision_notes, with_kernels
 from prefed.runs.build import of_parent
 from prefed.runs.loaded_run import recorded_experiment

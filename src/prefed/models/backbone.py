@@ -324,7 +324,7 @@ def with_parts(
         fuse(wrapped)
     causal = wrapped if WEIGHTS in needs else wrapped.get_base_model()
     if config.kernels == "liger":
-        from prefed.models.kernels import use_liger
+        from prefed.models.liger_kernels import use_liger
 
         use_liger(causal, config.name)
     if config.checkpointing:
