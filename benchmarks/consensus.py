@@ -34,7 +34,7 @@ from prefed.core import Callback
 from prefed.core.wire import encode
 from prefed.engines import InProcess, Job, NeighbourRounds
 from prefed.merge.config import GraphConfig
-from prefed.merge.mixing import ConsensusFactors, consensus_factors
+from prefed.merge.mixing_matrices import ConsensusFactors, consensus_factors
 from prefed.models.pretrained import silence_transformers
 from prefed.runs.build import build_job
 from prefed.store import RunWriter

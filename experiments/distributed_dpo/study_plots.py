@@ -30,7 +30,7 @@ from prefed.core import Key
 from prefed.core.strict_settings import flatten
 from prefed.engines.config import FleetConfig
 from prefed.merge.config import GraphConfig
-from prefed.merge.mixing import ConsensusFactors, Topology, consensus_factors
+from prefed.merge.mixing_matrices import ConsensusFactors, Topology, consensus_factors
 from prefed.runs.finished_run import RunRecord, find_runs
 from prefed.runs.seed_groups import Case, cases
 from prefed.runs.theory_constants import squared_gradients

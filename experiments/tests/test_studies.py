@@ -10,7 +10,7 @@ import pytest
 
 from experiment_scripts import EXPERIMENTS, script
 from finished import CLIENTS, config, write_run
-from prefed.merge.mixing import ConsensusFactors
+from prefed.merge.mixing_matrices import ConsensusFactors
 from prefed.runs.finished_run import RunError, find_runs, read_run
 
 sys.path.append(str(EXPERIMENTS / "distributed_dpo"))

@@ -17,7 +17,7 @@ from prefed.engines import Job, NeighbourRounds
 from prefed.engines.config import EvaluateConfig
 from prefed.merge import Aggregator, MergeConfig
 from prefed.merge.config import GraphConfig
-from prefed.merge.mixing import consensus_factors
+from prefed.merge.mixing_matrices import consensus_factors
 from prefed.methods import METHODS
 from prefed.store import RunWriter
 from prefed.testing import Quadratic, QuadraticTrainer

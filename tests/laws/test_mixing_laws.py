@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 
 from prefed.core import Key
-from prefed.merge import mixing
 from prefed.merge.config import GraphConfig
 from prefed.merge.graphs import Graph, draw_matching
-from prefed.merge.mixing import Topology, fail_edges, mixing_matrix, rho, rho_of_sequence
+from prefed.merge.mixing_matrices import Topology, fail_edges, mix, mixing_matrix, rho, rho_of_sequence
 
 
 @st.composite
@@ -71,8 +70,8 @@ def test_these_laws_hold_of_models_that_are_mixed_a_few_numbers_at_a_time(matrix
     nodes = matrix.shape[0]
     theta = torch.from_numpy(Key(seed).numpy().standard_normal((nodes, size)))
     new = torch.zeros_like(theta)
-    with patch.object(mixing, "_MEMORY", 3 * 8 * nodes * 2):
-        mixed = mixing.mix(matrix, size, lambda c: theta[:, c].clone(), lambda c, rows: new[:, c].copy_(rows))
+    with patch("prefed.merge.mixing_matrices._MEMORY", 3 * 8 * nodes * 2):
+        mixed = mix(matrix, size, lambda c: theta[:, c].clone(), lambda c, rows: new[:, c].copy_(rows))
     assert np.allclose(new, matrix.toarray() @ theta.numpy(), rtol=0, atol=1e-13)
     assert np.allclose(new.mean(0), theta.mean(0), rtol=0, atol=1e-14)
     errors = [apart(rows.numpy()) ** 2 / nodes for rows in (theta, new)]

@@ -19,7 +19,7 @@ CLOSURE = {"prefed.run": 114, "prefed run": 141}
 """How a FedDPO run is started → how many files of prefed it may import."""
 UNUSED = re.compile(
     r"prefed\.(align|networks|theory|privacy\.|ui\.collect|trackers\.(tools|tracking)"
-    r"|(\w+\.)+(ppo|tastes|mixed_rewards|selector|graphs|mixing|simulated_fleet|neighbours|ray|processes)\b"
+    r"|(\w+\.)+(ppo|tastes|mixed_rewards|selector|graphs|mixing_matrices|simulated_fleet|neighbours|ray|processes)\b"
     r"|ui\.pages\.(?!tables$|terminal$))"
 )
 """Wings, and files of other methods, engines and pages."""

@@ -12,7 +12,7 @@ from scipy.io import mmwrite
 from prefed.core import Key
 from prefed.merge.config import GraphConfig
 from prefed.merge.graphs import Graph, draw_graph, draw_matching, read_edges
-from prefed.merge.mixing import (
+from prefed.merge.mixing_matrices import (
     Topology,
     check_mixing,
     consensus_factors,
@@ -213,7 +213,7 @@ def test_rho_of_a_sequence():
 def test_rho_of_many_nodes_is_that_of_few(monkeypatch):
     matrix = Topology(GraphConfig(name="exponential"), clients(300), Key(0)).matrix(1)
     dense = rho(matrix)
-    monkeypatch.setattr("prefed.merge.mixing._DENSE", 10)
+    monkeypatch.setattr("prefed.merge.mixing_matrices._DENSE", 10)
     assert rho(matrix) == pytest.approx(dense, abs=1e-5)
 
 

@@ -35,7 +35,7 @@ from prefed.train.metrics import Metric, find_metrics
 
 if TYPE_CHECKING:
     from prefed.engines.diagnostics import Diagnostics
-    from prefed.merge.mixing import Topology
+    from prefed.merge.mixing_matrices import Topology
     from prefed.privacy import Grid
 
 PAIRS = "pairs/"
@@ -194,7 +194,7 @@ class Job:
     @cached_property
     def topology(self) -> Topology:
         """The topology of a job with a graph."""
-        from prefed.merge.mixing import Topology
+        from prefed.merge.mixing_matrices import Topology
 
         assert self.graph is not None
         return Topology(self.graph, self.members, Key(self.seed))

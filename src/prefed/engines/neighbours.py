@@ -15,7 +15,7 @@ from prefed.core.wire import encode
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
 from prefed.engines.cohorts import ScheduledRound
 from prefed.engines.tasks import Task
-from prefed.merge.mixing import Matrix, Mixed, matrix_graph, mean_row, mix, row_norms, without_edges
+from prefed.merge.mixing_matrices import Matrix, Mixed, matrix_graph, mean_row, mix, row_norms, without_edges
 from prefed.store import NodeFile
 
 

@@ -296,7 +296,7 @@ def mix(matrix: Matrix, size: int, read: Read, write: Write) -> Mixed:
         write: writes columns of all models.
 
     >>> from prefed.merge.graphs import Graph
-    >>> from prefed.merge.mixing import mixing_matrix
+    >>> from prefed.merge.mixing_matrices import mixing_matrix
     >>> rows = torch.tensor([[0.0, 1.0], [3.0, 1.0], [6.0, 1.0]], dtype=torch.float64)
     >>> path, mixed = mixing_matrix(Graph.of(3, [(0, 1), (1, 2)])), torch.zeros(3, 2)
     >>> errors = mix(path, 2, lambda c: rows[:, c], lambda c, new: mixed[:, c].copy_(new))

@@ -32,7 +32,7 @@ from prefed.engines.backend import peak_memory_mb
 from prefed.engines.config import DIAGNOSE
 from prefed.engines.tasks import MemoryStates
 from prefed.engines.validation import read_upload
-from prefed.merge.mixing import matrix_graph
+from prefed.merge.mixing_matrices import matrix_graph
 from prefed.runs.data_notices import left_out_table, notices
 from prefed.runs.preflight import check_start, checked_job, existing_parent
 from prefed.runs.rounds import round_answers

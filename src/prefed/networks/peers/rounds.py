@@ -16,7 +16,7 @@ from prefed.engines.cohorts import ScheduledRound
 from prefed.engines.neighbours import in_proportion
 from prefed.engines.tasks import Task
 from prefed.engines.validation import read_upload
-from prefed.merge.mixing import mix_row, neighbours, without_edges
+from prefed.merge.mixing_matrices import mix_row, neighbours, without_edges
 from prefed.networks.peers.heartbeat import Watch
 from prefed.networks.peers.links import Links, pack, unpack
 

@@ -18,7 +18,7 @@ from prefed.core.strict_settings import flatten
 from prefed.core.text import did_you_mean
 from prefed.data import FederatedDataset
 from prefed.engines import InProcess
-from prefed.merge.mixing import Topology
+from prefed.merge.mixing_matrices import Topology
 from prefed.networks.peers.heartbeat import PeerError
 from prefed.networks.peers.links import Links
 from prefed.networks.peers.rendezvous import Meeting, Place

@@ -100,7 +100,7 @@ def rho_of(graph: str, clients: int) -> float:
     from prefed.core import Key
     from prefed.core.text import did_you_mean
     from prefed.merge.config import GraphConfig, GraphName
-    from prefed.merge.mixing import Topology
+    from prefed.merge.mixing_matrices import Topology
 
     fixed = [name for name in get_args(GraphName) if name not in ("erdos_renyi", "edges", "matrix")]
     if graph not in fixed:
