@@ -5,8 +5,9 @@
 RUNS is a folder of ``prefed sweep``, with a folder for each column. Accuracy is reward accuracy; of a
 selector it is the share of pairs that the selector orders as the person did. Contested are test pairs on
 which 25% to 75% of the other judges agree with the person. "Another's" is the accuracy with the model of the
-next person in the list, which has learnt as much, but not what is personal to this one. What is computed
-from a run's models is kept in its folder, as ``people.json``. Of several rates, the table has the best one.
+next person in the list, which has learnt as much, but not what is personal to this one. "Newcomers" is the
+accuracy of those who join after training. What is computed from a run's models is kept in its folder, as
+``people.json``. Of several rates, the table has the best one.
 With PREFED_REFERENCE, hidden states and log-probabilities are those of the sweep.
 """
 
@@ -30,7 +31,7 @@ from prefed.core import files
 
 HEAD = (
     *("method", "pairs", "seeds", "accuracy", "over seeds", "worst tenth", "spread", "spread by chance"),
-    *("contested", "agreed", "less feddpo", "own less another's", "preference accuracy"),
+    *("contested", "agreed", "less feddpo", "own less another's", "preference accuracy", "newcomers"),
 )
 People = dict[str, dict[str, float]]
 """Person → name → value."""
@@ -78,6 +79,10 @@ def from_models(run: Path, contested: Mapping[tuple[str, ...], bool], others: bo
         if others and (personal or loaded.method.infer is not None):
             anothers = pair_figures(loaded.job, scorer(client, loaded.model(other), "test"))
             own["another"] = anothers["reward_accuracy"]
+    # After local steps if the method takes any, else by pairs alone.
+    joined = json.loads((run / "summary.json").read_text("utf-8")).get("unseen_accuracy", {})
+    for figures in [*joined.values()][:1]:
+        found |= {client: {"joined": value} for client, value in figures["per_client"].items()}
     return found
 
 
@@ -130,7 +135,7 @@ def row_of(method: str, seeds: Sequence[People], baseline: Sequence[People] | No
     alike = over_seeds(
         [seed for seed in seeds if any("another" in one for one in seed.values())] or seeds, "accuracy"
     )
-    each_seed = [float(np.mean([one["accuracy"] for one in seed.values()])) for seed in seeds]
+    each_seed = [float(np.mean([seed[name]["accuracy"] for name in own])) for seed in seeds]
     return [
         f"`{method}`",
         f"{np.median([*pairs.values()]):.0f}",
@@ -145,6 +150,7 @@ def row_of(method: str, seeds: Sequence[People], baseline: Sequence[People] | No
         shown([own[name] - common[name] for name in own if name in common], "+"),
         shown([alike[name] - another[name] for name in another], "+"),
         shown([*over_seeds(seeds, "preference").values()]),
+        shown([*over_seeds(seeds, "joined").values()]),
     ]
 
 

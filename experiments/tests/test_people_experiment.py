@@ -216,8 +216,9 @@ def test_the_table_compares_people(tmp_path):
             people = {key: {**value, "another": 0.5} for key, value in people.items()}
         if name.startswith("fedper"):
             people = {key: {**value, "shared": 0.25} for key, value in people.items()}
+            people |= {"c": {"joined": 0.4}, "d": {"joined": 0.6}}
         (run / "people.json").write_text(json.dumps(people))
-        fewer = {key: {**value, "train": 2, "accuracy": 0.5} for key, value in people.items()}
+        fewer = {key: {**people[key], "train": 2, "accuracy": 0.5} for key in "ab"}
         shutil.copytree(run, tmp_path / "own-8" / name)
         (tmp_path / "own-8" / name / "people.json").write_text(json.dumps(fewer))
     test = tmp_path / "test.jsonl.gz"
@@ -233,6 +234,7 @@ def test_the_table_compares_people(tmp_path):
     # Only the first seed has another's: 0.6 and 0.9 less 0.5.
     assert fedper["own less another's"] == "+0.250 ± 1.906"
     assert (fedper["contested"], fedper["agreed"]) == ("0.400 ± 0.000", "0.800 ± 0.000")
+    assert (fedper["newcomers"], feddpo["newcomers"]) == ("0.500 ± 1.271", "–")
     assert (feddpo["worst tenth"], feddpo["seeds"], feddpo["over seeds"]) == ("0.500", "1", "–")
     own, pairs = ((tmp_path / f"people-{name}.svg").read_text() for name in ("own", "pairs"))
     # feddpo has no own models, but a line from 2 to 8 pairs.
@@ -253,8 +255,11 @@ def test_people_of_a_real_run(tmp_path):
         tuple(row[name].strip() for name in ("worker", "prompt", "chosen", "rejected")): k % 4 == 0
         for k, row in enumerate(rows(place / "test.jsonl"))
     }
-    found = module["from_models"](tmp_path / "run", judged, True)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
+    joined = {"mean": 0.25, "worst": 0.25, "worst_decile": 0.25, "per_client": {"new": 0.25}}
+    (tmp_path / "run/summary.json").write_text(json.dumps(summary | {"unseen_accuracy": {"8": joined}}))
+    found = module["from_models"](tmp_path / "run", judged, True)
+    assert found.pop("new") == {"joined": 0.25}
     for person, own in found.items():
         assert own["accuracy"] == summary["reward_accuracy"]["per_client"][person]
         assert own["preference"] == summary["preference_accuracy"]["per_client"][person]
