@@ -12,8 +12,8 @@ from federating import Here, Within, experiment, site_config
 from prefed import Experiment, run
 from prefed.core import files
 from prefed.networks.federation import site as site_module
+from prefed.networks.federation.approvals_withdrawals import withdraw
 from prefed.networks.federation.audit_log import SentLog, check_chain
-from prefed.networks.federation.decisions import withdraw
 from prefed.networks.federation.experiment import load_federated
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.forget import forget, plan

@@ -26,9 +26,9 @@ from prefed.data import Message, Record, synthetic
 from prefed.data.synthetic import utility
 from prefed.engines.tasks import MemoryStates
 from prefed.networks.federation import site as site_module
+from prefed.networks.federation.approvals_withdrawals import withdraw
 from prefed.networks.federation.audit_log import line_of
 from prefed.networks.federation.config import SiteJudge
-from prefed.networks.federation.decisions import withdraw
 from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.final_models import export_client
 from prefed.networks.federation.forget import plan

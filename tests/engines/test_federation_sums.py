@@ -22,7 +22,7 @@ from prefed.core.wire import encode
 from prefed.engines import privacy as engine_privacy
 from prefed.networks.federation import audit_log
 from prefed.networks.federation import site as site_module
-from prefed.networks.federation.decisions import withdraw
+from prefed.networks.federation.approvals_withdrawals import withdraw
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
 from prefed.networks.federation.forget import forget
 from prefed.networks.federation.hub import Attempt, Sites

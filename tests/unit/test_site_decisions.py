@@ -14,7 +14,7 @@ from federating import experiment, site_config
 from prefed.core import files
 from prefed.data import FederatedDataset
 from prefed.data.dataset import ClientSizes
-from prefed.networks.federation import decisions
+from prefed.networks.federation import approvals_withdrawals as decisions
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog, check_chain
 from prefed.networks.federation.federate import experiment_for_sites

@@ -23,9 +23,7 @@ from prefed.core.wire import decode_upload
 from prefed.engines import WorkerError
 from prefed.engines.backends.processes import Worker
 from prefed.engines.tasks import Task
-from prefed.networks.federation.audit_log import SentLog, contents
-from prefed.networks.federation.config import SiteConfig, SiteJudge, check_places
-from prefed.networks.federation.decisions import (
+from prefed.networks.federation.approvals_withdrawals import (
     check_approved,
     check_may_forget,
     check_withdrawn,
@@ -33,6 +31,8 @@ from prefed.networks.federation.decisions import (
     run_digest,
     withdrawn,
 )
+from prefed.networks.federation.audit_log import SentLog, contents
+from prefed.networks.federation.config import SiteConfig, SiteJudge, check_places
 from prefed.networks.federation.experiment import (
     check_code,
     own_dataset,

@@ -259,13 +259,13 @@ def site(
         assert by is not None
         assert reason is not None
         from prefed.core.text import printable
-        from prefed.networks.federation import decisions
+        from prefed.networks.federation.approvals_withdrawals import ALL, approve, withdraw
 
         if word == "approve":
-            entry = decisions.approve(config, words[2], by, reason, until.date() if until else None)
+            entry = approve(config, words[2], by, reason, until.date() if until else None)
         else:
-            client = decisions.ALL if everybody else words[2]
-            deleted, entry = decisions.withdraw(config, client, by, reason)
+            client = ALL if everybody else words[2]
+            deleted, entry = withdraw(config, client, by, reason)
             typer.echo("\n".join(f"deleted {printable(each)}" for each in deleted) or "nothing to delete")
             typer.echo(
                 "Start the site again; the hub then runs `prefed forget RUN --client NAME --yes --hub HUB`."
