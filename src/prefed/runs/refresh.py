@@ -23,7 +23,7 @@ from prefed.data import Record
 from prefed.engines.privacy import simulated_sites, simulated_votes
 from prefed.privacy import noised_votes, vote_noise
 from prefed.runs.build import build_data, build_job
-from prefed.runs.continued_run import copy_commits, prepared_run
+from prefed.runs.copy_commits import copy_commits, prepared_run
 from prefed.runs.finished_run import read_run
 from prefed.runs.labels import ClientVotes, JudgeLabels, make_judge, selectors_of
 from prefed.runs.loaded_run import LoadedRun, recorded_experiment

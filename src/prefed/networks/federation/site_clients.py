@@ -39,7 +39,7 @@ from prefed.networks.federation.messages import Judged
 from prefed.networks.federation.transport import Transport
 from prefed.privacy import VoteSum, vote_noise
 from prefed.runs.build import unseen_clients
-from prefed.runs.continued_run import copy_commits, prepared_run
+from prefed.runs.copy_commits import copy_commits, prepared_run
 from prefed.runs.finished_run import read_run
 from prefed.runs.labels import selectors_of
 from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
