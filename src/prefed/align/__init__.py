@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         Selectors,
     )
     from prefed.align.policy import AlignError
+    from prefed.align.prompts_and_policy import check_inputs
     from prefed.align.run import STAGES, align
-    from prefed.align.start import check_inputs
 
 __all__ = [
     "STAGES",

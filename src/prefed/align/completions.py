@@ -20,8 +20,8 @@ import numpy as np
 from prefed.align.alignment import Alignment
 from prefed.align.judge.endpoint import Answer, Endpoint, NoAnswerError
 from prefed.align.policy import FOLDER, AlignError
+from prefed.align.prompts_and_policy import own_prompts
 from prefed.align.stages import Figures, Stage, append, rows_in, whole_batches
-from prefed.align.start import own_prompts
 from prefed.align.tastes import TASTES, Generation, at_prompts, held_out_prompts, policy_before
 from prefed.config import AlignConfig, EndpointConfig
 from prefed.core import Key, files

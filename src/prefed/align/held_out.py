@@ -12,8 +12,8 @@ import torch
 
 from prefed.align.alignment import Alignment, Scorer
 from prefed.align.labels import won
+from prefed.align.prompts_and_policy import own_prompts
 from prefed.align.stages import dumps
-from prefed.align.start import own_prompts
 from prefed.align.tastes import at_prompts
 from prefed.core import Tensors, files
 from prefed.data import Record

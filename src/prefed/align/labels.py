@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from prefed.align import completions
 from prefed.align.alignment import Alignment, Scorer
 from prefed.align.policy import AlignError
+from prefed.align.prompts_and_policy import own_prompts
 from prefed.align.stages import Figures, Stage, append, dumps, rows_in, whole_batches
-from prefed.align.start import own_prompts
 from prefed.align.tastes import LABELS, Generation, at_prompts
 from prefed.config.align import CLIENTS
 from prefed.core import files

@@ -16,8 +16,8 @@ from prefed.align.alignment import Alignment, Scorer
 from prefed.align.judge.people import WaitingError
 from prefed.align.labels import candidates, records_of, won
 from prefed.align.policy import AlignError
+from prefed.align.prompts_and_policy import own_prompts
 from prefed.align.stages import Figures, Stage, append, dumps, rows_in, whole_batches
-from prefed.align.start import own_prompts
 from prefed.align.tastes import REFRESH, Generation
 from prefed.core import files
 from prefed.data import Record

@@ -17,10 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from prefed.align import completions, labels, policy, refresh, start, tastes, training
+from prefed.align import completions, labels, policy, refresh, tastes, training
 from prefed.align.alignment import Alignment
 from prefed.align.held_out import win_rate
 from prefed.align.policy import read_state
+from prefed.align.prompts_and_policy import POLICY_STAGE, PROMPTS_STAGE, own_prompts
 from prefed.align.stages import (
     Figures,
     Stage,
@@ -31,7 +32,6 @@ from prefed.align.stages import (
     rows_in,
     run_stages,
 )
-from prefed.align.start import own_prompts
 from prefed.align.tastes import STATE, Generation
 from prefed.config.align import AlignConfig
 from prefed.core import files
@@ -141,7 +141,7 @@ def _write_answers(alignment: Alignment, written: Sequence[Path]) -> None:
 
 
 SETTINGS, SUMMARY = "settings.json", "summary.json"
-STAGES = (start.PROMPTS_STAGE, start.POLICY_STAGE, completions.STAGE, labels.STAGE, training.STAGE)
+STAGES = (PROMPTS_STAGE, POLICY_STAGE, completions.STAGE, labels.STAGE, training.STAGE)
 """The stages of a single generation without tastes, in their order."""
 
 
@@ -151,7 +151,7 @@ def stages_of(config: AlignConfig) -> tuple[Stage, ...]:
     if not tasting and config.generations is None:
         return STAGES
     stages = generation_stages(count_of(config), tasting, config.refreshed)
-    return (start.PROMPTS_STAGE, start.POLICY_STAGE, *stages)
+    return (PROMPTS_STAGE, POLICY_STAGE, *stages)
 
 
 def align(alignment: Alignment, again: str | None = None) -> dict[str, Any]:
