@@ -401,7 +401,7 @@ def test_the_worked_method_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     takes seconds; ``test_new.py`` has one.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("prefed.testing.checks.check_run", lambda name, settings: None)
+    monkeypatch.setattr("prefed.testing.all_laws.check_run", lambda name, settings: None)
     assert CliRunner().invoke(app, ["new", "method", "lgfedavg"]).exit_code == 0
     code = dict(blocks(DOCS / "adding-a-method.md", "python"))
     written = [path.as_posix() for path in Path("lgfedavg").rglob("*.py")]

@@ -1,6 +1,6 @@
 """Tests of methods: the laws that every method holds, and a federation whose runs have a closed form."""
 
-from prefed.testing.checks import check_method, check_run
+from prefed.testing.all_laws import check_method, check_run
 from prefed.testing.laws import (
     RULES,
     Problem,
