@@ -18,7 +18,7 @@ from finished import logprobs, small_experiment, small_place, write_run
 from forked import Command
 from prefed import Experiment
 from prefed import run as run_experiment
-from prefed.models.adapters import atomic_folder
+from prefed.models.adapter_files import atomic_folder
 from prefed.runs.loaded_run import load_run
 
 

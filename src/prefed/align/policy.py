@@ -32,7 +32,7 @@ from prefed.core import (
 from prefed.core.text import listed
 from prefed.core.wire import decode_state, encode
 from prefed.models import Backbone, ModelConfig, load_causal, load_tokenizer, make_backbone, save_adapter
-from prefed.models.adapters import atomic_folder
+from prefed.models.adapter_files import atomic_folder
 from prefed.models.backbone import model_digest
 from prefed.models.config import TASTE_MAP
 from prefed.models.pretrained import check_finite

@@ -35,7 +35,7 @@ from prefed.data.prompts import PromptRow, prompt_digests, read_prompts
 from prefed.data.record import parse_prompt, plain_prompt
 from prefed.data.tokens import prompt_hash
 from prefed.models import Backbone, save_adapter
-from prefed.models.adapters import atomic_folder
+from prefed.models.adapter_files import atomic_folder
 from prefed.models.backbone import model_digest
 from prefed.train import PairTrainer
 from prefed.train.generation import as_prompt

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
-    from prefed.models.adapters import load_client, save_adapter, save_client, save_merged
+    from prefed.models.adapter_files import load_client, save_adapter, save_client, save_merged
     from prefed.models.backbone import Backbone, load_backbone, make_backbone
     from prefed.models.config import LoraSettings, ModelConfig, VariationalSettings
     from prefed.models.pretrained import ModelError, load_causal, load_pretrained, load_tokenizer

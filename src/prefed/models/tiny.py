@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from prefed.core import Key
-from prefed.models.adapters import atomic_folder
+from prefed.models.adapter_files import atomic_folder
 
 END = "<|endoftext|>"
 

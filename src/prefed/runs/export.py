@@ -13,7 +13,7 @@ from typing import Any, Literal
 from prefed.core import Owner, Tensors, files
 from prefed.core.text import printable
 from prefed.models import Backbone, ModelConfig, save_adapter, save_client, save_merged
-from prefed.models.adapters import ABOUT, EXPORTED
+from prefed.models.adapter_files import ABOUT, EXPORTED
 from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.copies import record_copy
 from prefed.runs.finished_run import RunError

@@ -15,7 +15,7 @@ from prefed.core import POOLED, Key, Objective, Ownership, Round, Tensors, Uploa
 from prefed.core.tensors import Layered
 from prefed.data import ClientData, ClientSizes, FederatedDataset, Record
 from prefed.models import Backbone
-from prefed.models.adapters import save_adapter
+from prefed.models.adapter_files import save_adapter
 from prefed.models.backbone import model_digest
 from prefed.models.trainable_parts import EXAMPLE_COUNT
 from prefed.train.feedback import PAIRS

@@ -127,7 +127,7 @@ def check_folder(path: Path, places: Mapping[str, Path], *, replace: bool) -> No
     Raises:
         ValueError: the folder must not be replaced.
     """
-    from prefed.models.adapters import unexpected_files
+    from prefed.models.adapter_files import unexpected_files
 
     if not path.exists():
         return
