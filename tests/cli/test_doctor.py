@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from prefed.networks.federation import environment as federation
+from prefed.networks.federation import machine_requirements as federation
 from prefed.networks.federation.transport import FederationError
-from prefed.runs import environment
+from prefed.runs import machine_requirements as environment
 from prefed.ui.cli import app
 
 FILE = """

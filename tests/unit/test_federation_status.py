@@ -143,7 +143,7 @@ def test_the_key_of_a_site_is_made_once_and_its_faults_are_shown(tmp_path, monke
     """By keys, doctor and status: without a key, with too few pins, with right ones, with one twice, and with
     another key than the list of sites has for this one."""
     pytest.importorskip("cryptography")
-    monkeypatch.setattr("prefed.networks.federation.environment.check_installed", lambda: None)
+    monkeypatch.setattr("prefed.networks.federation.machine_requirements.check_installed", lambda: None)
     pins = {name: fingerprint(Identity(name.encode() * 8).public) for name in ("east", "west")}
     path = tmp_path / "site.toml"
 

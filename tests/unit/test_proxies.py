@@ -15,7 +15,7 @@ from prefed.align.judge.endpoint import EndpointJudge
 from prefed.config.align import AlignConfig, JudgeOptions
 from prefed.core.proxies import direct_here, proxies, through
 from prefed.runs.align import what_is_sent
-from prefed.runs.environment import environment
+from prefed.runs.machine_requirements import environment
 from waiting import WATCHDOG
 
 NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")

@@ -15,7 +15,7 @@ from prefed.ui.cli.log import in_json, report
 from prefed.ui.cli.output import Volume, print_json, volume
 
 if TYPE_CHECKING:
-    from prefed.runs.environment import Finding
+    from prefed.runs.machine_requirements import Finding
 
 
 def doctor(
@@ -59,13 +59,13 @@ def _findings(
     file: Path | None, overrides: list[str], cell: str | None, hub: Path | None, out: Path | None
 ) -> Iterator[Finding]:
     if file is None:
-        from prefed.runs.environment import environment
+        from prefed.runs.machine_requirements import environment
 
         yield from environment(out or Path())
     else:
         yield from _of_file(file, overrides, cell, hub, out)
     if hub is not None:
-        from prefed.networks.federation.environment import hub_needs
+        from prefed.networks.federation.machine_requirements import hub_needs
 
         yield from hub_needs(hub)
 
@@ -79,8 +79,8 @@ def _of_file(
         from prefed.networks.federation.config import SiteConfig
 
         config = SiteConfig.load(file)
-        from prefed.networks.federation.environment import site_needs
-        from prefed.runs.environment import environment
+        from prefed.networks.federation.machine_requirements import site_needs
+        from prefed.runs.machine_requirements import environment
 
         yield from environment(Path(config.state), [file])
         yield from site_needs(config)
@@ -90,7 +90,7 @@ def _of_file(
 
     load = load_cell if hub is None else load_federated
     experiment = load(file, cell, overrides)
-    from prefed.runs.environment import environment, needs
+    from prefed.runs.machine_requirements import environment, needs
     from prefed.runs.run import default_out
 
     place = out or default_out(experiment, run_name(file, cell))

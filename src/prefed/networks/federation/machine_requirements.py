@@ -15,7 +15,7 @@ from prefed.networks.federation.flare.kits import Kits, address
 from prefed.networks.federation.flare.process import is_loopback
 from prefed.networks.federation.flare.site import check_kit
 from prefed.networks.federation.transport import FederationError
-from prefed.runs.environment import Finding, check_model_folder, checked
+from prefed.runs.machine_requirements import Finding, check_model_folder, checked
 
 TIMEOUT = 5.0
 """Seconds to wait for the hub's machine."""
