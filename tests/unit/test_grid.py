@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from commands import sweep_command
 from finished import small_experiment, small_place, write_run
 from prefed.config import ConfigError
-from prefed.config.experiment_table import parse_grid, parse_seeds
+from prefed.config.grid import parse_grid, parse_seeds
 from prefed.runs import sweep_child
 from prefed.runs.start_or_resume import fitted
 from prefed.runs.sweep import Sweep, check_cells, grid_cells

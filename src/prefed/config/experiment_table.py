@@ -1,26 +1,27 @@
-"""Tables of experiments in one TOML file, and grids over one experiment."""
+"""Tables of experiments in one TOML file, and the table of a grid over one experiment."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from prefed.config.errors import ConfigError, validate
 from prefed.config.experiment import Experiment
-from prefed.config.file import allow_code, make_absolute, override, parse_override, read_toml
+from prefed.config.file import allow_code, make_absolute, override, read_toml
 from prefed.config.settings import method_kind
 from prefed.core.strict_settings import StrictModel
 from prefed.core.text import did_you_mean, pluralize
 from prefed.methods import METHODS
+
+if TYPE_CHECKING:
+    from prefed.config.grid import Combination
 
 RATE = "{lr}"
 """A setting with this value takes the value of ``method.lr``."""
@@ -265,14 +266,12 @@ def _read(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     rows = [part for row in _tables(tree.get("rows")) for part in _tables(row, "set")]
     for part in (*_tables(tree, "base"), *_tables(tree.get("sets")), *rows):
         make_absolute(part, (path.parent, Path()))
-    other = tree.pop("extends", None)
-    if other is None:
+    if (other := tree.pop("extends", None)) is None:
         return tree
     if not isinstance(other, str):
         raise ConfigError(f"{path}: extends = {other!r}: should be the path of another table")
     under = _read(path.parent / other, (*before, path.resolve()))
-    for key in OWN:
-        under.pop(key, None)
+    under = {key: value for key, value in under.items() if key not in OWN}
     for key in SHARED:
         if isinstance(under.get(key), dict) and isinstance(tree.get(key), dict):
             tree[key] = _merge(under[key], tree[key])
@@ -294,10 +293,8 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """
     merged = dict(under)
     for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            value = _merge(below, value)
-        merged[key] = value
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
     return merged
 
 
@@ -315,36 +312,6 @@ def _rates(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
             yield from _rates(value)
         elif value == RATE:
             yield tree, key
-
-
-_LONGEST = 60
-"""Maximum length of a combination's name."""
-_ELSEWHERE = {
-    "seed": "set seeds with --seeds",
-    "evaluate.split": "a sweep always selects on validation pairs",
-    "engine": "[engine] does not affect results; set it with --set",
-}
-"""Key not allowed in a grid → why."""
-
-
-@dataclass(frozen=True)
-class Combination:
-    """One value of each key of a grid.
-
-    Attributes:
-        name: name of its cell, and of its case on the page.
-        texts: key → value as text.
-        values: key → parsed value.
-    """
-
-    name: str
-    texts: Mapping[str, str]
-    values: Mapping[str, Any]
-
-    @property
-    def of_data(self) -> tuple[str, ...]:
-        """``KEY=VALUE`` of the ``[data]`` keys. Only combinations with equal data are comparable."""
-        return tuple(f"{key}={text}" for key, text in self.texts.items() if key.split(".")[0] == "data")
 
 
 def grid_table(
@@ -369,110 +336,3 @@ def grid_table(
     table = Table(title=path.stem, base=tree, rows=rows, seeds=list(seeds), judge=judge)
     cells = table.cells(path)
     return table, [replace(cells[each.name], grid=each) for each in combinations]
-
-
-def parse_grid(texts: Sequence[str], overrides: Sequence[str] = ()) -> list[Combination]:
-    """Parse ``--grid`` into all combinations of values; the last key varies fastest.
-
-    Args:
-        texts: ``"key.sub=value,value"`` each. A value is written as in TOML; a bare word is a string.
-        overrides: values of ``--set``, whose keys cannot be in the grid.
-
-    Returns:
-        The combinations; a single empty one if ``texts`` is empty.
-
-    Raises:
-        ConfigError: a text is malformed, a key or value is repeated, or a key is not allowed in a grid.
-
-    >>> [each.name for each in parse_grid(["method.name=feddpo,fedper", "method.lr=1e-4,1e-3"])]
-    ['feddpo-lr0.0001', 'feddpo-lr0.001', 'fedper-lr0.0001', 'fedper-lr0.001']
-    """
-    axes: dict[str, dict[str, Any]] = {}
-    fixed = {text.partition("=")[0].strip() for text in overrides}
-    for text in texts:
-        key, _, words = text.partition("=")
-        key = key.strip()
-        if key in axes:
-            raise ConfigError(
-                f"--grid {text}: {key} already appears in another --grid; give all its values in one"
-            )
-        if key in fixed:
-            raise ConfigError(f"--grid {text}: {key} is also set by --set; remove one of them")
-        for name, why in _ELSEWHERE.items():
-            if key == name or key.startswith(f"{name}."):
-                raise ConfigError(f"--grid {text}: {why}")
-        axes[key] = _values(text, key, words)
-    last = [key.rpartition(".")[2] for key in axes]
-    short = {key: name if last.count(name) == 1 else key for key, name in zip(axes, last, strict=True)}
-    combinations = []
-    for chosen in itertools.product(*(values.items() for values in axes.values())):
-        own = dict(zip(axes, chosen, strict=True))
-        name = "-".join(_word(short[key], value) for key, (_, value) in own.items()) or "run"
-        texts_of = {key: text for key, (text, _) in own.items()}
-        values_of = {key: value for key, (_, value) in own.items()}
-        combinations.append(Combination(_folder(name, texts_of), texts_of, values_of))
-    return combinations
-
-
-def parse_seeds(text: str | None, first: int) -> list[int]:
-    """Parse ``--seeds``: a number of seeds starting with ``first``, or a list of seeds.
-
-    Raises:
-        ConfigError: the text is neither a positive number nor a list of distinct seeds.
-
-    >>> parse_seeds("3", 42), parse_seeds("7,1", 42), parse_seeds(None, 42)
-    ([42, 43, 44], [7, 1], [42])
-    """
-    if text is None:
-        return [first]
-    try:
-        seeds = [int(word) for word in text.split(",")]
-    except ValueError:
-        seeds = []
-    if "," not in text and seeds:
-        seeds = list(range(first, first + seeds[0]))
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(
-            f"--seeds {text}: write a number of seeds, e.g. --seeds 3, or distinct seeds, e.g. --seeds 1,2,5"
-        )
-    return seeds
-
-
-def _values(text: str, key: str, words: str) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for word in _split(text, words):
-        _, value = parse_override(f"{key}={word}", "--grid")
-        if any(value == each and type(value) is type(each) for each in values.values()):
-            raise ConfigError(f"--grid {text}: {word} is repeated")
-        values[word] = value
-    return values
-
-
-def _split(text: str, words: str) -> list[str]:
-    """Split at commas outside brackets, braces and quotes."""
-    parts, pending = [], ""
-    for piece in words.split(","):
-        pending = f"{pending},{piece}" if pending else piece
-        quotes = any(pending.count(mark) % 2 for mark in "\"'")
-        if not quotes and all(pending.count(a) <= pending.count(b) for a, b in ("[]", "{}")):
-            parts.append(pending.strip())
-            pending = ""
-    if pending or not all(parts):
-        raise ConfigError(
-            f"--grid {text}: a value is empty; write key=value,value, e.g. --grid method.lr=1e-4,1e-3"
-        )
-    return parts
-
-
-def _word(key: str, value: Any) -> str:
-    """A key with its value, for a folder's name; only the value if it is a string."""
-    return value if isinstance(value, str) else f"{key}{str(value).lower()}"
-
-
-def _folder(name: str, texts: Mapping[str, str]) -> str:
-    """``name`` as a safe folder name, made unique by a digest of the values if it had to change."""
-    safe = re.sub(r"[^A-Za-z0-9_.+-]+", "-", name).strip("-.+_")[:_LONGEST]
-    if safe == name:
-        return name
-    digest = hashlib.sha256("\n".join(f"{key}={text}" for key, text in texts.items()).encode())
-    return f"{safe}-{digest.hexdigest()[:6]}".lstrip("-")

@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from prefed.config import ConfigError, Experiment
-from prefed.config.experiment_table import Cell, Combination, Judge, Table, grid_table, load_table
+from prefed.config.experiment_table import Cell, Judge, Table, grid_table, load_table
+from prefed.config.grid import Combination
 from prefed.core.text import did_you_mean, pluralize
 from prefed.data import DataConfig, DataError
 from prefed.runs.sweep_child import NEWCOMERS, CommandError, SweepRun, commits, run_in_process

@@ -322,7 +322,8 @@ def _sweep_grid(
     out: Path,
     jobs: int,
 ) -> None:
-    from prefed.config.experiment_table import grid_table, parse_grid, parse_seeds
+    from prefed.config.experiment_table import grid_table
+    from prefed.config.grid import parse_grid, parse_seeds
     from prefed.runs.sweep import Sweep, check_cells, grid_cells
 
     combinations = parse_grid(grid, overrides)
@@ -335,10 +336,8 @@ def _sweep_grid(
     from prefed.ui.pages.sweep import keep_grid, sentence
 
     kept = keep_grid(cells, chosen)
-    for each in chosen:
-        typer.echo(sentence(each))
-    for file in kept or ():
-        typer.echo(file)
+    for line in (*map(sentence, chosen), *(kept or ())):
+        typer.echo(line)
     if sweep.failed:
         raise ValueError(
             "some runs failed, so no combination was selected:\n" + "\n".join(sweep.failed.values())
