@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from finished import config, write_run
-from prefed.runs import seed_groups
+from prefed.runs import seed_groups, significance
 from prefed.runs.finished_run import read_run
 from prefed.runs.seed_groups import cases
 from prefed.ui.pages.comparison_data import Compared, case_names, disagreements, few_seeds, rows_of_tests
@@ -75,7 +75,7 @@ def test_a_paired_test_by_hand(tmp_path):
     mine = several(tmp_path, "fedprox", {4: 0.9, 2: 0.6, 3: 0.75, 9: 0.1})
     theirs = several(tmp_path, "feddpo", {1: 0.2, 2: 0.5, 3: 0.55, 4: 0.6})
     other, case = cases([*theirs, *mine])
-    found = seed_groups.paired(case, other, "preference_accuracy")
+    found = significance.paired(case, other, "preference_accuracy")
     assert found.differences == pytest.approx({4: 0.3, 2: 0.1, 3: 0.2})
     assert (found.folded.mean, found.folded.std) == pytest.approx((0.2, 0.1))
     t = 2 * math.sqrt(3)
@@ -111,7 +111,7 @@ def test_what_no_test_can_be_made_of(tmp_path):
         + several(tmp_path, "fedbn", {1: 0.6, 2: 0.7})
     )
     first, *others = known
-    one, none, alike = (seed_groups.paired(case, first, "preference_accuracy") for case in others)
+    one, none, alike = (significance.paired(case, first, "preference_accuracy") for case in others)
     assert (one.differences, one.t, none, alike.t) == (pytest.approx({2: 0.1}), None, None, None)
     assert alike.folded.std == pytest.approx(0)
     assert rows_of_tests([one, none, alike]) == [
@@ -124,7 +124,7 @@ def test_what_no_test_can_be_made_of(tmp_path):
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_is_never_below_and_keeps_the_order(p):
     """The smallest is multiplied by their number, the largest stays at least what it was; none is above 1."""
-    adjusted = seed_groups.holm(p)
+    adjusted = significance.holm(p)
     assert min(adjusted) == pytest.approx(min(1.0, min(p) * len(p)))
     assert all(a >= each and a <= 1 for a, each in zip(adjusted, p, strict=True))
     order = sorted(range(len(p)), key=p.__getitem__)

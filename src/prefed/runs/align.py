@@ -43,13 +43,7 @@ from prefed.engines import Job
 from prefed.models import ModelConfig
 from prefed.models.pretrained import with_dtype, with_kernels
 from prefed.runs.finished_run import RunRecord, read_run
-from prefed.runs.labels import (
-    JudgeLabels,
-    check_selectors,
-    make_judge,
-    selectors_of,
-    untrained,
-)
+from prefed.runs.labels import JudgeLabels, check_selectors, make_judge, selectors_of, untrained
 from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
 from prefed.runs.refresh import RunClients
 from prefed.runs.start_or_resume import run_log

@@ -16,9 +16,7 @@ from prefed.core import Callback, Callbacks, State
 from prefed.core.records import RoundRecord, Summary, metrics_of_clients
 from prefed.runs.preflight import check_start, checked_job, existing_parent
 from prefed.runs.rounds import ADAPTERS, finish_rounds
-from prefed.runs.start_or_resume import (
-    open_run,
-)
+from prefed.runs.start_or_resume import open_run
 from prefed.store import RunReader
 
 if TYPE_CHECKING:

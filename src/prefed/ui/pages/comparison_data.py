@@ -14,17 +14,15 @@ from prefed.core.strict_settings import flatten
 from prefed.runs.finished_run import RunRecord
 from prefed.runs.seed_groups import (
     Case,
-    Paired,
     by_client,
     by_seed,
     cases,
     fixed_clients,
     fold,
     gains,
-    holm,
-    paired,
     reference_case,
 )
+from prefed.runs.significance import Paired, holm, paired
 from prefed.train.metrics import LEADING_METRICS
 from prefed.ui.pages.tables import setting
 
