@@ -58,7 +58,7 @@ from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
-from prefed.engines.backend import peak_memory_mb
+from prefed.engines.backends import peak_memory_mb
 from prefed.models import LoraSettings, ModelConfig, make_backbone
 from prefed.models.families import FAMILIES
 from prefed.train import PairTrainer

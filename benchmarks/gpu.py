@@ -60,7 +60,7 @@ def peak_mib(device: str) -> float:
     """The peak of this process, on the CUDA device that has the highest."""
     import torch
 
-    from prefed.engines.backend import peak_memory_mb
+    from prefed.engines.backends import peak_memory_mb
 
     if device != "cuda":
         return peak_memory_mb()

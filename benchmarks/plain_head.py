@@ -21,7 +21,7 @@ from common import Pairs
 
 from prefed.core import Key, Objective, Owner, Ownership
 from prefed.data import Pair
-from prefed.engines.backend import peak_memory_mb
+from prefed.engines.backends import peak_memory_mb
 from prefed.models import ModelConfig, make_backbone
 from prefed.train import PairTrainer
 

@@ -10,7 +10,7 @@ import pytest
 
 import toy
 from prefed.engines import InProcess, Job, JobFactory, RoundError, WorkerProcesses
-from prefed.engines.backend import BackendSettings
+from prefed.engines.backends import BackendSettings
 from prefed.engines.validation import read_figures
 from prefed.store import RunReader
 from toy import Warned

@@ -16,8 +16,7 @@ import toy
 from prefed import Experiment, run
 from prefed.core import Callback
 from prefed.engines import BackendSettings, InProcess, JobFactory, WorkerError, WorkerProcesses
-from prefed.engines.backend import peak_memory_mb
-from prefed.engines.backends import worker_pool
+from prefed.engines.backends import peak_memory_mb, worker_pool
 from prefed.runs.build import job_factory
 from waiting import WATCHDOG
 

@@ -5,8 +5,16 @@ from typing import TYPE_CHECKING
 from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
-    from prefed.engines.backend import Backend, BackendSettings, JobFactory, WorkerError, check_devices
-    from prefed.engines.backends import BACKENDS, InProcess, check_backend
+    from prefed.engines.backends import (
+        BACKENDS,
+        Backend,
+        BackendSettings,
+        InProcess,
+        JobFactory,
+        WorkerError,
+        check_backend,
+        check_devices,
+    )
     from prefed.engines.backends.processes import WorkerProcesses
     from prefed.engines.backends.ray import RayActors
     from prefed.engines.base_rounds import RoundError

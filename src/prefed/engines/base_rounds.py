@@ -11,7 +11,7 @@ from prefed.core import Callback, Download, Exchange, Plain, Round, State, Uploa
 from prefed.core.records import RoundRecord, TextRecord
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import decode_state, encode
-from prefed.engines.backend import Backend, peak_memory_mb
+from prefed.engines.backends import Backend, peak_memory_mb
 from prefed.engines.cohorts import ScheduledRound
 from prefed.engines.config import DIAGNOSE
 from prefed.engines.job import Job

@@ -28,7 +28,7 @@ from prefed.core import (
 from prefed.core.text import size
 from prefed.core.wire import encode
 from prefed.engines import InProcess, Job, RoundError, Task, TaskResult, TrainerFactory
-from prefed.engines.backend import peak_memory_mb
+from prefed.engines.backends import peak_memory_mb
 from prefed.engines.config import DIAGNOSE
 from prefed.engines.tasks import MemoryStates
 from prefed.engines.validation import read_upload

@@ -20,7 +20,7 @@ from prefed.core.wire import decode_state
 from prefed.data import FederatedDataset
 from prefed.data.statistics import dataset_statistics
 from prefed.engines import ClientStates, Job
-from prefed.engines.backend import peak_memory_mb
+from prefed.engines.backends import peak_memory_mb
 from prefed.engines.server_rounds import ASIDE, OFFENCES
 from prefed.merge import lora
 from prefed.methods import METHODS

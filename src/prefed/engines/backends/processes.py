@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from prefed.core.openmp import openmp_settings
-from prefed.engines.backend import JobFactory, WorkerError, check_devices
+from prefed.engines.backends import JobFactory, WorkerError, check_devices
 from prefed.engines.backends.worker_pool import (
     LostError,
     Pool,

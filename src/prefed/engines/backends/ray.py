@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefed.engines.backend import BackendSettings, JobFactory, WorkerError
+from prefed.engines.backends import BackendSettings, JobFactory, WorkerError
 from prefed.engines.backends.worker_pool import (
     LOOK,
     LostError,

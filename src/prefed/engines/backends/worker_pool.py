@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from prefed.core.text import is_ours
-from prefed.engines.backend import Backend, BackendSettings, JobFactory, WorkerError, peak_memory_mb
+from prefed.engines.backends import Backend, BackendSettings, JobFactory, WorkerError, peak_memory_mb
 from prefed.engines.tasks import ClientStates, MemoryStates, Task, TaskResult, run_task
 from prefed.engines.validation import summed_metrics
 
