@@ -214,7 +214,7 @@ MUTANTS = tuple(
             "engines/test_noise.py",
         ),
         (
-            "engines/server_rounds.py",
+            "engines/offences.py",
             "job.members if client not in aside | drawn]",
             "job.members if client not in aside]",
             "engines/test_offences.py",

@@ -21,7 +21,7 @@ from prefed.data import FederatedDataset
 from prefed.data.statistics import dataset_statistics
 from prefed.engines import ClientStates, Job
 from prefed.engines.backends import peak_memory_mb
-from prefed.engines.server_rounds import ASIDE, OFFENCES
+from prefed.engines.offences import ASIDE, OFFENCES
 from prefed.merge import lora
 from prefed.methods import METHODS
 from prefed.runs.data_notices import left_out_table
