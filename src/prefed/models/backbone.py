@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from prefed.core import Key, Layout, Tensors
 from prefed.core.tensors import Layered
 from prefed.models.config import DECODER, TASTE_MAP, ModelConfig
-from prefed.models.families import Family, find_family, trunk_of, with_lora
+from prefed.models.families import Family, find_family, trunk_of
 from prefed.models.fused_lora import convert_together, fuse
+from prefed.models.lora_targets import with_lora
 from prefed.models.pretrained import (
     ModelError,
     check_dtype,
@@ -244,11 +245,7 @@ def load_backbone(config: ModelConfig, key: Key, needs: frozenset[str] = frozens
 
 
 def make_backbone(
-    model: Any,
-    tokenizer: Any,
-    config: ModelConfig,
-    key: Key,
-    needs: frozenset[str] = frozenset({"lora"}),
+    model: Any, tokenizer: Any, config: ModelConfig, key: Key, needs: frozenset[str] = frozenset({"lora"})
 ) -> Backbone:
     """Freeze ``model``, adapt it with PEFT and gather its trainable tensors in one buffer.
 
@@ -312,12 +309,7 @@ def adapted(model: Any, config: ModelConfig, needs: frozenset[str]) -> Any:
 
 
 def with_parts(
-    wrapped: Any,
-    tokenizer: Any,
-    config: ModelConfig,
-    key: Key,
-    needs: frozenset[str],
-    device: torch.device,
+    wrapped: Any, tokenizer: Any, config: ModelConfig, key: Key, needs: frozenset[str], device: torch.device
 ) -> Backbone:
     """Add the parts of :func:`make_backbone` to the model of :func:`adapted`."""
     if config.fast:
