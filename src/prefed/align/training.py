@@ -22,7 +22,7 @@ from prefed.core import Callback, Optimizer, Plain, Tensors
 from prefed.data import Record
 from prefed.data.record import parse_prompt
 from prefed.models.backbone import model_digest
-from prefed.models.config import first_rate
+from prefed.models.first_learning_rate import first_rate
 from prefed.train import PairTrainer
 from prefed.train.metrics import SHIFT_ERROR, SHIFT_METRICS, broken_text, falls, health_line
 

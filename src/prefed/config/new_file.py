@@ -23,7 +23,7 @@ from prefed.data.sources.folders import data_files
 from prefed.engines.config import FleetConfig
 from prefed.merge.config import GraphConfig
 from prefed.methods import METHODS, MethodKind
-from prefed.models.config import first_rate
+from prefed.models.first_learning_rate import first_rate
 
 WIDTH = 100
 MODEL = "distilbert/distilgpt2"

@@ -31,18 +31,6 @@ IDEAL = "ideal"
 """Part with the projection and the prototypes of PAL."""
 
 
-def first_rate(width: int) -> float:
-    """Learning rate to try first for short runs of Adam on LoRA: 0.6 / width, to one digit.
-
-    Args:
-        width: the hidden size.
-
-    >>> first_rate(256), first_rate(576), first_rate(4096)
-    (0.002, 0.001, 0.0001)
-    """
-    return float(f"{0.6 / width:.0e}")
-
-
 def present_devices() -> str:
     """Return the devices on this machine by their names in ``[model] device``, fastest first."""
     found = [f"cuda ({n} of them)" if n > 1 else "cuda"] if (n := torch.cuda.device_count()) else []
