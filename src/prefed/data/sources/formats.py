@@ -1,16 +1,13 @@
-"""Formats of known preference datasets: how their rows become pairs.
-
-If the responses to a prompt are rated, the best one is paired with the worst one.
-"""
+"""Formats of known preference datasets: how their rows become pairs."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, groupby
+from itertools import combinations
 from typing import Any
 
 from prefed.core.plugins import Registry
@@ -38,6 +35,7 @@ from prefed.data.sources.pairs import (
     value_at,
     voted,
 )
+from prefed.data.sources.rated_responses import oasst, prism, ranked, ratings, ultrafeedback
 from prefed.data.sources.tracking import peek, unmarked
 from prefed.data.sources.unread import PROMPT_NAMES, columns_line
 
@@ -73,126 +71,6 @@ class Format:
         """
         found = self.convert(row)
         return found if isinstance(found, list) else [found]
-
-
-def best_and_worst(rated: Iterable[tuple[Any, float | None]]) -> tuple[Any, Any, float] | None:
-    """Return the responses with the highest and the lowest rating, and the difference of their ratings.
-
-    The first of several equal ratings counts. Responses without a rating are ignored. Returns ``None`` if
-    there are fewer than two distinct ratings.
-
-    >>> best_and_worst([("a", 3), ("b", 5), ("c", 1), ("d", 5), ("e", None)])
-    ('b', 'c', 4)
-    """
-    known = [(response, rating) for response, rating in rated if rating is not None]
-    if len({rating for _, rating in known}) < 2:
-        return None
-    best, worst = (choose(known, key=lambda item: item[1]) for choose in (max, min))
-    return best[0], worst[0], best[1] - worst[1]
-
-
-def _ratings(row: Row, column: str = "responses") -> RawPair | None:
-    """Convert prompt, responses and ratings; other columns as in the format ``pairs``."""
-    responses, ratings = list_at(row, column), list_at(row, "ratings")
-    if len(responses) != len(ratings):
-        raise RowError(
-            f"{column} has {len(responses)} entries, but ratings has {len(ratings)}; give one rating per "
-            "response"
-        )
-    numbers = [parse_number(item, f"rating {k}") for k, item in enumerate(ratings, 1)]
-    pair = best_and_worst(zip(responses, numbers, strict=True))
-    return pair and pair_from_columns(row, usual_columns(row), pair, (column, "ratings"))
-
-
-def _ranked(row: Row) -> RawPair | None:
-    """Convert answers with ranks, of which 1 is the best."""
-    rated = [
-        (text_at(answer, "answer"), None if rank is None else -rank)
-        for answer in list_at(row, "answers")
-        for rank in [number_at(answer, "rank")]
-    ]
-    pair = best_and_worst(rated)
-    return pair and pair_from_columns(row, usual_columns(row), pair, ("answers",))
-
-
-def _ultrafeedback(row: Row) -> RawPair | None:
-    """Convert four completions, each rated by the mean of four aspects.
-
-    ``overall_score`` is not used: copies from before December 2023 contain 10 instead of 1
-    (https://github.com/OpenBMB/UltraFeedback, issue 8).
-    """
-    rated = [
-        (text_at(completion, "response"), number_at(completion, "fine-grained_score"))
-        for completion in list_at(row, "completions")
-    ]
-    pair = best_and_worst(rated)
-    if pair is None:
-        return None
-    chosen, rejected, margin = pair
-    return RawPair(
-        user_turn(text_at(row, "instruction")),
-        chosen,
-        rejected,
-        margin=margin,
-        domain=parse_name(row.get("source"), "source"),
-        extra=extra_columns(row, ("instruction",)),
-    )
-
-
-def _prism(row: Row) -> list[RawPair | None]:
-    """Convert a conversation. Each turn has a user message and rated responses, and continues one of them."""
-    pairs: list[RawPair | None] = []
-    start: list[dict[str, str]] = []
-    client = parse_name(value_at(row, "user_id"), "user_id")
-    category = parse_name(row.get("conversation_type"), "conversation_type")
-    extra = extra_columns(row, ("opening_prompt", "open_feedback"))
-    for turn, entries in groupby(list_at(row, "conversation_history"), lambda entry: value_at(entry, "turn")):
-        question, *responses = entries
-        if question.get("role") != "user" or any(entry.get("role") != "model" for entry in responses):
-            raise RowError(f"turn {turn} is not a user message followed by model responses")
-        if len(start) % 2:
-            raise RowError(f"the turn before turn {turn} has no chosen response")
-        start = [*start, *user_turn(text_at(question, "content"))]
-        # Among equal ratings, prefer the response that the user continued with.
-        responses.sort(key=lambda entry: not value_at(entry, "if_chosen"))
-        rated = [
-            (text_at(entry, "content"), parse_number(entry.get("score"), "score")) for entry in responses
-        ]
-        # PRISM's placeholder for a response without text, see process_text in its repository.
-        pair = best_and_worst((text, score) for text, score in rated if text != "EMPTY STRING")
-        if pair is None:
-            pairs.append(None)
-        else:
-            chosen, rejected, margin = pair
-            pairs.append(
-                RawPair(start, chosen, rejected, margin, client=client, category=category, extra=extra)
-            )
-        if responses and responses[0]["if_chosen"]:
-            start = [*start, {"role": "assistant", "content": rated[0][0]}]
-    if not pairs:
-        raise RowError("conversation_history is empty")
-    return pairs
-
-
-def _oasst(row: Row) -> list[RawPair | None]:
-    """Convert a tree of messages: the best-ranked reply to each prompt and the worst-ranked one."""
-    pairs: list[RawPair | None] = []
-    extra = extra_columns(row, ())
-
-    def walk(node: Row, start: list[dict[str, str]]) -> None:
-        role = "user" if text_at(node, "role") == "prompter" else "assistant"
-        turn = {"role": role, "content": text_at(node, "text")}
-        replies = [reply for reply in node.get("replies") or () if not reply.get("deleted")]
-        if role == "user" and len(replies) > 1:
-            ranks = [(text_at(reply, "text"), reply.get("rank")) for reply in replies]
-            pair = best_and_worst((text, None if rank is None else -rank) for text, rank in ranks)
-            pairs.append(pair and RawPair([*start, turn], *pair, category=node.get("lang"), extra=extra))
-        for reply in replies:
-            walk(reply, [*start, turn])
-
-    # A copy, since the messages are read as a whole.
-    walk(dict(value_at(row, "prompt")), [])
-    return pairs or [None]
 
 
 def _label_studio(row: Row) -> list[RawPair | None]:
@@ -640,9 +518,9 @@ _ALL = (
         "facebook/community-alignment-dataset",
         "annotator_id first_turn_prompt first_turn_preferred_response",
     ),
-    Format("ratings", _ratings, detected_by="responses ratings"),
-    Format("distilabel", partial(_ratings, column="generations"), detected_by="generations ratings"),
-    Format("nectar", _ranked, "berkeley-nest/Nectar", "prompt answers num_responses"),
+    Format("ratings", ratings, detected_by="responses ratings"),
+    Format("distilabel", partial(ratings, column="generations"), detected_by="generations ratings"),
+    Format("nectar", ranked, "berkeley-nest/Nectar", "prompt answers num_responses"),
     Format(
         "openai",
         _named(prompt="input.messages", chosen="preferred_output", rejected="non_preferred_output"),
@@ -655,15 +533,13 @@ _ALL = (
         "instruction input output_1 output_2 preference",
         "alpaca_human_preference",
     ),
-    Format("oasst", _oasst, detected_by="message_tree_id prompt"),
+    Format("oasst", oasst, detected_by="message_tree_id prompt"),
     Format("label-studio", _label_studio, detected_by="data annotations"),
     Format("argilla", _argilla, detected_by="fields responses suggestions"),
-    Format(
-        "ultrafeedback-ratings", _ultrafeedback, "openbmb/UltraFeedback", "instruction completions models"
-    ),
+    Format("ultrafeedback-ratings", ultrafeedback, "openbmb/UltraFeedback", "instruction completions models"),
     Format(
         "prism",
-        _prism,
+        prism,
         "HannahRoseKirk/prism-alignment",
         "conversation_history conversation_id user_id",
         "conversations",
