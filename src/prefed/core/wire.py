@@ -8,7 +8,7 @@ and equal messages have equal bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -18,12 +18,6 @@ from prefed.core import OPTIMIZER, Download, Entry, Layout, Plain, State, Tensor
 from prefed.core.lazy import torch
 
 FORMAT = 1
-_ROOM = 1024
-"""Bytes reserved for the fixed fields of a header."""
-_NUMBER = 64
-"""Bytes reserved for one number in a header; the longest float has 24 characters."""
-_GROUP = 256
-"""Bytes reserved for safetensors' entry of one group, without its name."""
 _FLOATING = {"float32", "float64", "float16", "bfloat16"}
 
 T = TypeVar("T")
@@ -60,7 +54,7 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
     groups, buffers, storages = {}, {}, set()
     for name, tensors in message.tensors.items():
         flat = tensors.flat.cpu().contiguous()
-        groups[name] = [_text(flat.dtype), [_row(entry) for entry in tensors.layout.entries]]
+        groups[name] = described(flat.dtype, tensors.layout)
         flat = flat.to(stored_dtype(name, flat.dtype, keep))
         # Two groups of one state may share memory, which safetensors rejects.
         if flat.untyped_storage().data_ptr() in storages:
@@ -80,27 +74,6 @@ def stored_dtype(group: str, dtype: torch.dtype, keep: torch.dtype | None) -> to
     if keep is None or not dtype.is_floating_point or group.startswith(OPTIMIZER):
         return dtype
     return keep
-
-
-def upload_limits(
-    client: str, groups: Mapping[str, Layout], dtype: torch.dtype, scalars: Iterable[str]
-) -> tuple[int, int]:
-    """Return the maximum size of an upload in bytes: of its header, and of the whole message.
-
-    >>> groups = {"model": Layout((Entry("lora/0/A", (1, 2), "lora", 0, "A"),))}
-    >>> data = encode(Upload("ward-7", 3, {"model": Tensors.zeros(groups["model"])}, {"loss": 0.5}, 1))
-    >>> header, whole = upload_limits("ward-7", groups, torch.float32, ["loss"])
-    >>> len(data) <= whole, whole - header - 8 == 2 * 4
-    (True, True)
-    """
-    rows = {
-        name: [_text(dtype), [_row(entry) for entry in layout.entries]] for name, layout in groups.items()
-    }
-    numbers = list(scalars)
-    # The header is JSON with a JSON string inside.
-    header = len(json.dumps(json.dumps([client, rows, numbers]))) + _ROOM + _NUMBER * len(numbers)
-    header += sum(_GROUP + len(json.dumps(name)) for name in groups)
-    return header, 8 + header + dtype.itemsize * sum(layout.size for layout in groups.values())
 
 
 def decode_state(data: bytes) -> State:
@@ -124,7 +97,8 @@ def decode_upload(data: bytes, most: tuple[int, int] | None = None) -> Upload:
     """Decode an upload from :func:`encode`. Raises as :func:`decode_state`.
 
     Args:
-        most: limits from :func:`upload_limits`. Longer messages are rejected before they are parsed.
+        most: limits from :func:`~prefed.core.upload_limits.upload_limits`. Longer messages are rejected
+            before they are parsed.
     """
     if most is not None:
         length = int.from_bytes(data[:8], "little")
@@ -207,8 +181,10 @@ def _read_layout(rows: str) -> Layout:
 _layout = lru_cache(maxsize=64)(_read_layout)
 
 
-def _row(entry: Entry) -> list[Plain]:
-    return [entry.name, list(entry.shape), entry.part, entry.block, entry.factor]
+def described(dtype: torch.dtype, layout: Layout) -> list[Plain]:
+    """Return the description of a group of tensors in a header."""
+    rows: list[Plain] = [[e.name, list(e.shape), e.part, e.block, e.factor] for e in layout.entries]
+    return [_text(dtype), rows]
 
 
 def _text(dtype: torch.dtype) -> str:
