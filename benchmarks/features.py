@@ -23,10 +23,9 @@ import numpy as np
 import torch
 from common import DATA, base_model, cpu_ms, load_pairs, matmul_peak, parse_with_model
 
-import prefed.train.pair_model as pair_model
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.models import LoraSettings, ModelConfig, make_backbone
-from prefed.train import PairTrainer
+from prefed.train import PairTrainer, forward_passes
 from prefed.train.logprobs import token_logprobs
 
 NEEDS = frozenset({"lora", "bottleneck", "head", "reward"})
@@ -72,10 +71,10 @@ def main() -> None:
     )
     times: dict[str, list[float]] = {name: [] for name in ways}
     results = {}
-    most = pair_model.MAX_FEATURES
+    most = forward_passes.MAX_FEATURES
     for repeat in range(args.repeats + 1):
         for name, pair_trainer in ways.items():
-            pair_model.MAX_FEATURES = most if name == "cached features" else 0
+            forward_passes.MAX_FEATURES = most if name == "cached features" else 0
 
             def work(pair_trainer: PairTrainer = pair_trainer, name: str = name) -> None:
                 start = pair_trainer.backbone.initial
@@ -85,7 +84,7 @@ def main() -> None:
             if repeat:
                 times[name].append(spent)
     cached = ways["cached features"]
-    pair_model.MAX_FEATURES = most
+    forward_passes.MAX_FEATURES = most
     once = min(cpu_ms(lambda: cached.model.features(rows, rewards=True)) for _ in range(2))
     first = times["cached features"]
     print(f"{args.shape}, {len(pairs)} pairs, {args.epochs} epoch(s), batch 8")

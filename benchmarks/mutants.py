@@ -68,7 +68,7 @@ MUTANTS = tuple(
             "unit/test_trainer_factory.py",
         ),
         (
-            "train/pair_model.py",
+            "train/forward_passes.py",
             'f"{name}-training"',
             "name",
             "unit/test_trainer_factory.py",

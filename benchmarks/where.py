@@ -29,7 +29,7 @@ import torch
 KINDS = {
     "reading and tokenizing": ("data.build:build_dataset",),
     "loading the model": ("models.backbone:load_backbone",),
-    "reference log-probabilities": ("train.pair_model:ReferenceLogprobs._compute",),
+    "reference log-probabilities": ("train.forward_passes:ReferenceLogprobs._compute",),
     "hidden states of the frozen model": ("train.tastes:ResponseFeatures._read",),
     "training": ("train.loss_trainer:LossTrainer.train", "train.tastes:LatentTrainer.train"),
     "uploads and private states": ("engines.tasks:_visit", "engines.base_rounds:read_upload"),

@@ -21,8 +21,8 @@ from prefed.runs.reference_cache import reference_folder
 from prefed.runs.run import default_out
 from prefed.runs.start_or_resume import fitted
 from prefed.store import RunReader, StoreError
+from prefed.train.forward_passes import ReferenceLogprobs
 from prefed.train.pair_cache import PairScoreCache
-from prefed.train.pair_model import ReferenceLogprobs
 from prefed.train.tastes import ResponseFeatures
 from prefed.ui.pages.page import render
 from toy import Warned, left

@@ -16,8 +16,8 @@ from prefed.core import Key
 from prefed.models import ModelConfig, load_causal, make_backbone
 from prefed.runs.memory_plan import FOUR_BITS, PlannedModel
 from prefed.train import packed
+from prefed.train.forward_passes import PairModel
 from prefed.train.packed import PackedForward
-from prefed.train.pair_model import PairModel
 from prefed.ui.cli import app
 from small_models import VOCABULARY, Pair, Pairs, backbone, causal
 

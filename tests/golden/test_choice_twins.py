@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.small_models import FAMILIES, Choices, Pair, Pairs, away, backbone, float64
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
-from prefed.train import PairTrainer, packed, pair_model
+from prefed.train import PairTrainer, forward_passes, packed
 from prefed.train.losses import ChoiceBatch, choice
 from prefed.train.packed import PackedChoices
 from prefed.train.padded import PaddedChoices
@@ -124,7 +124,7 @@ def test_a_sequence_may_fill_the_context() -> None:
         PairTrainer(model, pairs, fast=fast).model.outputs(np.arange(1))
         for fast, model in ((fast, at_a_distance(fast=fast)) for fast in (True, False))
     ]
-    assert pair_model.longest_sequence(pairs) == 64
+    assert forward_passes.longest_sequence(pairs) == 64
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
 
 
@@ -181,7 +181,7 @@ def test_a_phase_learns_the_labels(names: str, monkeypatch: pytest.MonkeyPatch) 
     whether the trunk runs once or in every step."""
     results: list[Tensors] = []
     for most in (1 << 28, 0):
-        monkeypatch.setattr(pair_model, "MAX_FEATURES", most)
+        monkeypatch.setattr(forward_passes, "MAX_FEATURES", most)
         model = backbone(needs=frozenset({"lora", "head"}))
         trainer = PairTrainer(model, PAIRS)
         train = tuple(name for name in model.layout.names if name.startswith(names))

@@ -19,9 +19,9 @@ from tests.small_models import Choices, Pairs, away, backbone, float64
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase
 from prefed.models import Backbone, ModelConfig, ModelError, make_backbone, save_adapter, save_merged
 from prefed.train import PairTrainer, packed
+from prefed.train.forward_passes import PairModel
 from prefed.train.packed import PackedForward
 from prefed.train.padded import PaddedForward
-from prefed.train.pair_model import PairModel
 from prefed.train.tastes import ResponseFeatures
 
 ROWS = np.arange(4)

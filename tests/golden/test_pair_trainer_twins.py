@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.small_models import FAMILIES, Pairs, away, backbone, float64
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
-from prefed.train import Packing, PairTrainer, logprobs, packed, pair_model
+from prefed.train import Packing, PairTrainer, forward_passes, logprobs, packed
 from prefed.train.logprobs import token_logprobs
 from prefed.train.packed import PackedForward
 from prefed.train.padded import PaddedForward
@@ -242,7 +242,7 @@ def test_cached_features_equal_recomputing(
     needs = frozenset({"lora", "bottleneck", "head", "reward"})
     results = []
     for most in (1 << 28, 0):
-        monkeypatch.setattr(pair_model, "MAX_FEATURES", most)
+        monkeypatch.setattr(forward_passes, "MAX_FEATURES", most)
         model = backbone(family, needs)
         pair_trainer = PairTrainer(model, PAIRS)
         names = [name for name in model.layout.names if not name.startswith("lora/")]

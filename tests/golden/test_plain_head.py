@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.small_models import FAMILIES, VOCABULARY, Choices, Pairs, away, backbone
 
-from prefed.train import PairTrainer, pair_model
+from prefed.train import PairTrainer, forward_passes
 from prefed.train.padded import PaddedForward, logits_at, pad, shifted
 from prefed.train.ppo import token_outputs
 
@@ -72,7 +72,7 @@ def test_no_pass_is_larger_than_its_budget(most: int, monkeypatch: pytest.Monkey
     model = backbone("llama", fast=False)
     trainer = PairTrainer(model, PAIRS, max_tokens=most, fast=False)
     logits = 20 * VOCABULARY
-    monkeypatch.setattr(pair_model, "MAX_LOGITS", logits)
+    monkeypatch.setattr(forward_passes, "MAX_LOGITS", logits)
     groups = trainer.model.groups(ROWS)
     np.testing.assert_array_equal(np.concatenate(groups), ROWS)
     sizes: list[int] = []

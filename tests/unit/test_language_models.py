@@ -13,8 +13,8 @@ from tests.small_models import Pair, Pairs
 from prefed.core import Key
 from prefed.models import Backbone, ModelConfig, ModelError, make_backbone
 from prefed.train import PairTrainer
+from prefed.train.forward_passes import check_lengths, longest_input
 from prefed.train.generation import Sampling, room_for
-from prefed.train.pair_model import check_lengths, longest_input
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LONG = {

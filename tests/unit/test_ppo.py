@@ -218,7 +218,7 @@ def test_a_phase_above_the_trunk_runs_the_trunk_once(monkeypatch: pytest.MonkeyP
     no step. The numbers are the same as with the trunk run in every step."""
     results, calls = [], []
     for most in (1 << 28, 0):
-        monkeypatch.setattr("prefed.train.pair_model.MAX_FEATURES", most)
+        monkeypatch.setattr("prefed.train.forward_passes.MAX_FEATURES", most)
         pair_trainer, tensors, parts = make(needs=frozenset({"lora", "head", "value"}))
         names = tuple(n for n in pair_trainer.backbone.layout.names if not n.startswith("lora"))
         passes: list[int] = []

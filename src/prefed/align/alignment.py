@@ -30,7 +30,7 @@ from prefed.data import (
 from prefed.data.tokens import write_records
 from prefed.models import Backbone, ModelConfig
 from prefed.train import PairTrainer
-from prefed.train.pair_model import longest_input
+from prefed.train.forward_passes import longest_input
 
 Scores = npt.NDArray[np.float32]
 

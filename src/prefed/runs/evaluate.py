@@ -13,10 +13,10 @@ from prefed.engines.tasks import Score, evaluate_client, evaluate_newcomer, pair
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import EVERYBODY, LoadedRun, read_pairs
 from prefed.runs.tastes import OWN, is_one_taste, split_taste
+from prefed.train.forward_passes import check_lengths
 from prefed.train.metrics import FederatedMetric, federated_metrics, not_finite_counts
 from prefed.train.metrics.run_warnings import divergence_warning, small_clients_note
 from prefed.train.pair_cache import Rows
-from prefed.train.pair_model import check_lengths
 
 Progress = Callable[[int, int], None]
 """Called with the number of evaluated clients, and of all clients."""

@@ -32,10 +32,10 @@ from prefed.models import ModelConfig, ModelError
 from prefed.models.backbone import adapted, with_parts
 from prefed.models.pretrained import checkpoint_config, load_pretrained, with_dtype
 from prefed.runs.build import build_data
+from prefed.train.forward_passes import PairModel
 from prefed.train.packed import PackedForward, Packing
 from prefed.train.padded import pad
 from prefed.train.pair_cache import Rows
-from prefed.train.pair_model import PairModel
 
 META = torch.device("meta")
 USABLE = 0.9

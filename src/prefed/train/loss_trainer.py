@@ -12,11 +12,11 @@ import torch
 
 from prefed.core import Key, Objective, PhaseResult, Tensors
 from prefed.models import Backbone
+from prefed.train.forward_passes import Features
 from prefed.train.losses import LossOutput, PairLoss, find_objective
 from prefed.train.optimizer_steps import PhaseSteps, backward, dropout, grouped_outputs
 from prefed.train.packed import PackedForward
 from prefed.train.pair_cache import Rows, split_rows
-from prefed.train.pair_model import Features
 from prefed.train.trainers import ObjectiveTrainer, PhaseStart
 
 if TYPE_CHECKING:

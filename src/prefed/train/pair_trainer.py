@@ -20,8 +20,8 @@ from prefed.models.backbone import model_digest
 from prefed.models.trainable_parts import EXAMPLE_COUNT
 from prefed.train.feedback import PAIRS
 from prefed.train.feedback.kind import Feedback, Scores
+from prefed.train.forward_passes import check_lengths
 from prefed.train.pair_cache import Rows
-from prefed.train.pair_model import check_lengths
 from prefed.train.trainers import PairTrainer, Visit
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from prefed.core import Key, Objective, PhaseResult, Tensors
 from prefed.data import Pair
 from prefed.models import Backbone, ModelError
+from prefed.train.forward_passes import Features
 from prefed.train.logprobs import token_terms
 from prefed.train.losses import PPO
 from prefed.train.losses.ppo import KL_TOLERANCE, Rollout, pair_rewards, ppo, rollout, standardize
@@ -22,7 +23,6 @@ from prefed.train.optimizer_steps import PhaseSteps, backward
 from prefed.train.packed import Packing, trunk_hidden
 from prefed.train.padded import PaddedForward, PairForward, by_response, logits_at, pad, shifted
 from prefed.train.pair_cache import RecordCache, Rows
-from prefed.train.pair_model import Features
 from prefed.train.trainers import ObjectiveTrainer, PairTrainer, PhaseStart, Visit
 
 

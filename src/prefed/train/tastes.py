@@ -28,6 +28,7 @@ from prefed.data.response_encoder import ResponseEncoder
 from prefed.models.config import PROTOTYPES
 from prefed.models.tastes import CAP, VariationalSelector, Z
 from prefed.train.feedback import CHOICES
+from prefed.train.forward_passes import PairModel
 from prefed.train.losses import CHOICE, LATENT, LossOutput, ObjectiveSpec
 from prefed.train.losses.tastes import (
     CAPS,
@@ -52,7 +53,6 @@ from prefed.train.optimizer_steps import (
 from prefed.train.packed import PackedForward, Packing, trunk_hidden
 from prefed.train.padded import logits_at, pad
 from prefed.train.pair_cache import RecordCache, Rows, split_rows
-from prefed.train.pair_model import PairModel
 from prefed.train.trainers import ObjectiveTrainer, PairTrainer, PhaseStart
 
 BLOCK = 512

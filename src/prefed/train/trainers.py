@@ -19,11 +19,11 @@ from prefed.data import Record, TokenSet
 from prefed.models import Backbone
 from prefed.train.feedback import CHOICES, PAIRS
 from prefed.train.feedback.kind import Feedback, Scores
+from prefed.train.forward_passes import PairModel, ReferenceLogprobs
 from prefed.train.losses import CHOICE, LATENT, check_feedback, feedback_of, find_objective
 from prefed.train.losses.registry import FIXED
 from prefed.train.optimizer_steps import batches, first_loss_scale, read_gradient
 from prefed.train.pair_cache import Rows
-from prefed.train.pair_model import PairModel, ReferenceLogprobs
 
 if TYPE_CHECKING:
     from prefed.data.examples import ExampleEncoder

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from prefed.train.forward_passes import PairModel
     from prefed.train.pair_cache import Rows
-    from prefed.train.pair_model import PairModel
 
 
 @dataclass(frozen=True)

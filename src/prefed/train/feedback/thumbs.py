@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from prefed.data import TokenSet
+    from prefed.train.forward_passes import PairModel
     from prefed.train.pair_cache import Rows
-    from prefed.train.pair_model import PairModel
 
 
 @dataclass(frozen=True)
