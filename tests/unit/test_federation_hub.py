@@ -15,7 +15,7 @@ from prefed.networks.federation.flare.process import check_port
 from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.unix_socket import pack
 from prefed.ui.cli import app
-from prefed.ui.cli.errors import interruptible
+from prefed.ui.cli.errors_and_interrupts import interruptible
 from toy import Warned
 
 OPTIONS = {

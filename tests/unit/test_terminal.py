@@ -14,7 +14,7 @@ from prefed.data.statistics import dataset_statistics
 from prefed.runs.finished_run import read_run
 from prefed.trackers.terminal import Terminal, stdout_console
 from prefed.ui.cli import app
-from prefed.ui.cli.errors import user_errors
+from prefed.ui.cli.errors_and_interrupts import user_errors
 from prefed.ui.cli.models import print_responses
 from prefed.ui.pages.comparison_data import Compared
 from prefed.ui.pages.comparison_tables import differences_table, runs_table

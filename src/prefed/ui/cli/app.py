@@ -13,7 +13,7 @@ from prefed.ui.cli.calculators import privacy, theory
 from prefed.ui.cli.collect import collect
 from prefed.ui.cli.demo import demo
 from prefed.ui.cli.doctor import doctor
-from prefed.ui.cli.errors import user_errors
+from prefed.ui.cli.errors_and_interrupts import user_errors
 from prefed.ui.cli.federation import ends_at_once, federate, federation, peer, site
 from prefed.ui.cli.forget import forget
 from prefed.ui.cli.log import Log, set_log_format

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prefed.ui.cli.arguments import AsJson, CellName
-from prefed.ui.cli.errors import UsageError
+from prefed.ui.cli.errors_and_interrupts import UsageError
 from prefed.ui.cli.output import print_json
 
 if TYPE_CHECKING:

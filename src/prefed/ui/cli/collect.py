@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from prefed.ui.cli.arguments import MaxNewTokens, PromptColumn, TopK, TopP
-from prefed.ui.cli.errors import UsageError, interruptible
+from prefed.ui.cli.errors_and_interrupts import UsageError, interruptible
 
 if TYPE_CHECKING:
     from prefed.ui.collect.response_generator import Drawing

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from prefed.ui.cli.errors import UsageError, usage
+from prefed.ui.cli.errors_and_interrupts import UsageError, usage
 from prefed.ui.cli.output import progress_console, terminal
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefed.ui.cli.arguments import AsJson, CellName, Overrides, RunOut, run_name
-from prefed.ui.cli.errors import FAILED
+from prefed.ui.cli.errors_and_interrupts import FAILED
 from prefed.ui.cli.log import in_json, report
 from prefed.ui.cli.output import Volume, print_json, volume
 

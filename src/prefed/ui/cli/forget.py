@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefed.ui.cli.arguments import AsJson, RunFolder, given_words
-from prefed.ui.cli.errors import UsageError, interruptible
+from prefed.ui.cli.errors_and_interrupts import UsageError, interruptible
 from prefed.ui.cli.output import print_json, print_progress, progress_console, terminal
 
 if TYPE_CHECKING:

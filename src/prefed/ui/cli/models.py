@@ -26,7 +26,7 @@ from prefed.ui.cli.arguments import (
     TopK,
     TopP,
 )
-from prefed.ui.cli.errors import UsageError
+from prefed.ui.cli.errors_and_interrupts import UsageError
 from prefed.ui.cli.output import print_json
 
 if TYPE_CHECKING:

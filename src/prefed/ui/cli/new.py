@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from prefed.ui.cli.errors import UsageError
+from prefed.ui.cli.errors_and_interrupts import UsageError
 
 PROJECT = """\
 [build-system]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefed.ui.cli.errors import FAILED, UsageError, user_errors
+from prefed.ui.cli.errors_and_interrupts import FAILED, UsageError, user_errors
 from prefed.ui.cli.log import Log, LogFormat, in_json, report, set_log_format
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from prefed.ui.cli.arguments import AsJson, CellName, Overrides
-from prefed.ui.cli.errors import usage
+from prefed.ui.cli.errors_and_interrupts import usage
 from prefed.ui.cli.output import only_json, print_json
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from prefed.ui.cli.arguments import AsJson, MaxNewTokens, PromptColumn, Raw, RoundName, RunFolder, Temperature
-from prefed.ui.cli.errors import INTERRUPTED, UsageError, terminable, usage
+from prefed.ui.cli.errors_and_interrupts import INTERRUPTED, UsageError, terminable, usage
 from prefed.ui.cli.log import report as log_event
 from prefed.ui.cli.output import only_json, print_json, progress_console
 

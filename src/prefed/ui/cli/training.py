@@ -28,7 +28,7 @@ from prefed.ui.cli.arguments import (
     given_words,
     run_name,
 )
-from prefed.ui.cli.errors import INTERRUPTED, UsageError, interruptible, terminable
+from prefed.ui.cli.errors_and_interrupts import INTERRUPTED, UsageError, interruptible, terminable
 from prefed.ui.cli.log import report
 from prefed.ui.cli.output import print_json, print_progress, progress_console, terminal
 
