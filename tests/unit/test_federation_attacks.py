@@ -17,7 +17,7 @@ from prefed.engines import Task, WorkerError
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog, line_of
 from prefed.networks.federation.experiment import own_experiment
-from prefed.networks.federation.federate import check_clients, compare_versions, experiment_for_sites
+from prefed.networks.federation.federate import check_clients, experiment_for_sites
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.messages import (
     FORMAT,
@@ -32,6 +32,7 @@ from prefed.networks.federation.site import WITHHELD, Site
 from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault
+from prefed.networks.federation.versions import compare_versions
 
 RUN = "a" * 16
 MEMBERS = ["w0", "v1"]

@@ -19,8 +19,9 @@ from prefed.core import files
 from prefed.core.text import pluralize, printable, size
 from prefed.core.wire import WireError, outline_upload
 from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.messages import is_run, own_version
+from prefed.networks.federation.messages import is_run
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
+from prefed.networks.federation.versions import own_version
 from prefed.privacy.accountant import AccountantError
 from prefed.privacy.secure import SecureError
 from prefed.runs.finished_run import ANSWERS, SITE_TEXT

@@ -16,7 +16,7 @@ from prefed.config import ConfigError, Experiment, to_toml
 from prefed.config.file import parse_toml
 from prefed.core import Callback, Download, Exchange, Plain, Round, State, Tensors, Upload, files
 from prefed.core.records import Summary
-from prefed.core.text import pluralize, printable
+from prefed.core.text import pluralize
 from prefed.core.wire import encode
 from prefed.data import ClientSizes, FederatedDataset
 from prefed.engines import RoundError, ServerRounds
@@ -27,8 +27,9 @@ from prefed.engines.server_rounds import Asked
 from prefed.engines.validation import longest_answer, summed_metrics
 from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.hub import Attempt, FederationBackend, Sites
-from prefed.networks.federation.messages import PACKAGES, Joined, Judged, own_version
+from prefed.networks.federation.messages import Joined, Judged
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
+from prefed.networks.federation.versions import compare_versions
 from prefed.privacy import Grid
 from prefed.privacy.secure import LEAST
 from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
@@ -428,22 +429,6 @@ def claim_lines(clients: Mapping[str, Mapping[str, list[int]]]) -> list[str]:
         f"{pluralize(pairs[site], 'training pair', 'training pairs')} ({pairs[site] / total:.0%} of all)"
         for site, own in clients.items()
     ]
-
-
-def compare_versions(site: str, versions: Mapping[str, str], warn: Callable[[str], None]) -> None:
-    """Require the hub's version of prefed at a site, and warn if other package versions differ.
-
-    Raises:
-        FederationError: the site reports a different version of prefed, or none.
-    """
-    for name in PACKAGES:
-        here, there = own_version(name), versions.get(name)
-        if here == there:
-            continue
-        text = f"site {site!r} has {name} {there and printable(there[:40])}, the hub has {here}"
-        if name == "prefed":
-            raise FederationError(f"{text}: install the same version")
-        warn(f"{text}: results may differ in the last digits")
 
 
 def gather(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import (
@@ -26,14 +25,13 @@ from prefed.engines.tasks import Task
 from prefed.networks.federation.site_limits import RefusalError
 from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.vault import is_receipt
+from prefed.networks.federation.versions import own_version
 from prefed.privacy.secure import Member, Session, sha256
 
 FORMAT = 1
 """Version of the message format. Hub and sites must have the same."""
-VERSION = version("prefed").partition("+")[0]
+VERSION = own_version("prefed")
 """The installed version of prefed. Hub and sites must have the same."""
-PACKAGES = ("prefed", "torch", "transformers")
-"""Packages whose versions a site reports."""
 LONGEST_NAME = 255
 """Maximum characters of a client's name."""
 LONGEST_ERROR = 200
@@ -290,7 +288,7 @@ class Answer(Message):
 
 
 class Joined(Answer):
-    """Answer to :class:`Join`: clients' pair counts, and the versions of :data:`PACKAGES`."""
+    """Answer to :class:`Join`: clients' pair counts, and the versions of packages."""
 
     clients: dict[Annotated[str, AfterValidator(_name)], Pairs]
     versions: dict[str, str]
@@ -432,8 +430,3 @@ def settings_of(experiment: str, members: list[str], unseen: list[str]) -> str:
 def order_digest(experiment: str, members: list[str], unseen: list[str]) -> str:
     """Digest of a run's experiment and members. If a site has another one, the run must be sent again."""
     return files.digest(json.dumps([experiment, members, unseen]).encode())
-
-
-def own_version(name: str) -> str:
-    """The installed version of a package, without its build tag."""
-    return version(name).partition("+")[0]

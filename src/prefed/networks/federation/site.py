@@ -45,7 +45,6 @@ from prefed.networks.federation.final_models import take_in
 from prefed.networks.federation.judging import Votes, config_of, keep_pairs, read_pairs, write_judged
 from prefed.networks.federation.messages import (
     FORMAT,
-    PACKAGES,
     VERSION,
     BoundRequest,
     Forget,
@@ -60,7 +59,6 @@ from prefed.networks.federation.messages import (
     check_download,
     is_run,
     order_digest,
-    own_version,
     read_request,
     settings_of,
     statement_of,
@@ -75,6 +73,7 @@ from prefed.networks.federation.site_limits import (
 )
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.networks.federation.vault import Vault, site_secret
+from prefed.networks.federation.versions import PACKAGES, own_version
 from prefed.privacy import Grid, MetricError, MetricSum, VoteSum, flat_steps, source_of
 from prefed.privacy.secure import Identity, Participant, SecureError
 from prefed.privacy.secure import check_members as check_sites
@@ -586,13 +585,7 @@ class Site:
         return total
 
     def _summed(
-        self,
-        run: str,
-        order: dict[str, Any],
-        task: Task,
-        request: Sum,
-        grid: Grid,
-        metrics: MetricSum | None,
+        self, run: str, order: dict[str, Any], task: Task, request: Sum, grid: Grid, metrics: MetricSum | None
     ) -> tuple[NDArray[np.int64], dict[str, str]]:
         """The sum of the clients' updates without noise, and the receipts of their next private states.
 

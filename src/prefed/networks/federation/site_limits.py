@@ -133,11 +133,7 @@ def check_members(experiment: Experiment, config: SiteConfig, members: int) -> N
 
 
 def check_task(
-    task: Task,
-    experiment: Experiment,
-    config: SiteConfig,
-    pairs: Sequence[int],
-    exchanges: Collection[str],
+    task: Task, experiment: Experiment, config: SiteConfig, pairs: Sequence[int], exchanges: Collection[str]
 ) -> None:
     """Check a task against the limits, the method and the client's pairs.
 
