@@ -10,6 +10,7 @@ from scipy.stats import chisquare
 from prefed.core import Key
 from prefed.data import Message
 from prefed.models import fused_lora
+from prefed.train import generation
 from prefed.train.generation import (
     GumbelNoise,
     Sampling,
@@ -192,6 +193,31 @@ def test_a_prompt_of_several_completions_is_read_once(family):
         )
         assert complete_batch(model, tensors, prompts, how, KEYS) == singles
         assert read[:2] == ([4, 4] if _pads(model) else [12, 4])
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_response_that_has_ended_is_left_out_after_its_piece(family, monkeypatch):
+    """In float64, in pieces of four tokens. The end is a token that the first response would have sixth, so
+    that it takes part in two pieces; every response is what it is by itself."""
+    monkeypatch.setattr(generation, "_PIECE", 4)
+    how = Sampling(max_tokens=15, temperature=0.9)
+    with float64():
+        model, tensors = small(family, end=VOCABULARY - 1)
+        free = complete_batch(model, tensors, PROMPTS[:1], how, KEYS[:1])[0].tokens
+        model.tokenizer.eos_token_id = model.causal.generation_config.eos_token_id = free[5]
+        singles = [
+            complete_batch(model, tensors, [p], how, [k])[0] for p, k in zip(PROMPTS, KEYS, strict=True)
+        ]
+        read = []
+        model.causal.get_input_embeddings().register_forward_hook(
+            lambda _, inputs, __: read.append(inputs[0].numel())
+        )
+        assert complete_batch(model, tensors, PROMPTS, how, KEYS) == singles
+    lengths = [len(tokens) + (end is not None) for tokens, end in singles]
+    assert min(lengths) <= 6 < max(lengths)
+    rows = [sum(length > step // 4 * 4 for length in lengths) for step in range(1, max(lengths))]
+    assert read == [12, *(rows if _pads(model) else [4] * len(rows))]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -257,7 +257,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/store/": (850, ""),
     "src/prefed/testing/": (700, ""),
     "src/prefed/trackers/": (600, ""),
-    "src/prefed/train/": (4_225, "a prompt of several completions is read once"),
+    "src/prefed/train/": (4_245, "a prompt is read once; completions that have ended take no time"),
     "src/prefed/ui/": (7_678, "the diagonal of a plot in a file"),
     "experiments/tests/": (2_270, "tests of experiment programs stand next to these"),
     "tests/": (2_505, "a judge of what clients like is installed in one place, not in four files"),

@@ -36,6 +36,8 @@ _CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (
 _USER, _TURN = "\n\nHuman: ", "\n\nAssistant:"
 
 
+_PIECE = 32
+"""Tokens of a batch's responses until those that have ended are left out of it."""
 BATCH = 32
 """Responses that are generated together, unless a setting says otherwise."""
 SCORED = 4
@@ -253,30 +255,48 @@ def complete_batch(
     padded = [[min(ends)] * space + list(prompt) for space, prompt in zip(spaces, prompts, strict=True)]
     ids = torch.tensor(padded, device=backbone.device)
     mask = torch.tensor([[0] * space + [1] * (length - space) for space in spaces], device=backbone.device)
-    settings = GenerationConfig(
-        max_new_tokens=room,
-        do_sample=False,
-        use_cache=True,
-        disable_compile=True,
-        repetition_penalty=1.0,
-        eos_token_id=sorted(ends),
-        pad_token_id=min(ends),
-    )
     backbone.load(tensors)
     head = backbone.causal.get_output_embeddings()
     # For a slice, a CPU would copy the head's weights once per prompt.
     contiguous = head.register_forward_pre_hook(lambda _, rows: tuple(each.contiguous() for each in rows))
-    with contiguous, _inference(backbone), backbone.tasting(tastes):
+    rows, written = list(range(len(prompts))), [list[int]() for _ in prompts]
+    processors, done = _processors(how, keys), 0
+    with contiguous, _inference(backbone):
         if cache is not None and tastes is None:
             _read_once(backbone, cache, ids, mask)
-        output = backbone.causal.generate(
-            ids,
-            attention_mask=mask,
-            generation_config=settings,
-            logits_processor=_processors(how, keys),
-            **{_CACHE: cache},
-        )
-    return [_until_end(row, ends) for row in output[:, length:].tolist()]
+        while rows and done < room:
+            settings = GenerationConfig(
+                max_new_tokens=room if cache is None else min(_PIECE, room - done),
+                do_sample=False,
+                use_cache=True,
+                disable_compile=True,
+                repetition_penalty=1.0,
+                eos_token_id=sorted(ends),
+                pad_token_id=min(ends),
+            )
+            with backbone.tasting(None if tastes is None else tastes[rows]):
+                output = backbone.causal.generate(
+                    ids,
+                    attention_mask=mask,
+                    generation_config=settings,
+                    logits_processor=processors,
+                    **{_CACHE: cache},
+                )
+            piece = output[:, ids.shape[1] :]
+            done += piece.shape[1]
+            for row, tokens in zip(rows, piece.tolist(), strict=True):
+                written[row] += tokens
+            # Responses that have ended cost no further time.
+            places = [place for place, row in enumerate(rows) if ends.isdisjoint(written[row])]
+            rows = [rows[place] for place in places]
+            if cache is not None and rows:
+                kept = torch.tensor(places, device=ids.device)
+                cache.reorder_cache(kept)
+                for processor in processors:
+                    if isinstance(processor, GumbelNoise):
+                        processor.keep(places)
+                ids, mask = output[kept], torch.cat([mask, torch.ones_like(piece)], 1)[kept]
+    return [_until_end(row, ends) for row in written]
 
 
 def _read_once(backbone: Backbone, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> None:
@@ -403,6 +423,10 @@ class GumbelNoise:
 
     def __init__(self, keys: Sequence[Key]) -> None:
         self._generators = [key.numpy() for key in keys]
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Go on with some of the sequences."""
+        self._generators = [self._generators[place] for place in places]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Add noise to ``scores`` ``[B, V]``. It is drawn on the CPU, for equal numbers on any device."""
