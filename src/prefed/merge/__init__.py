@@ -15,15 +15,8 @@ if TYPE_CHECKING:
     )
     from prefed.merge.config import LoraRule, MergeConfig, ServerOptimizer, Staleness
     from prefed.merge.groups import by_mass, merge_groups
-    from prefed.merge.uploads import (
-        BadUpload,
-        TooFewUploads,
-        check_update_sizes,
-        check_upload,
-        from_newest,
-        sort_uploads,
-        update_norm,
-    )
+    from prefed.merge.oversized_updates import check_update_sizes, update_norm
+    from prefed.merge.uploads import BadUpload, TooFewUploads, check_upload, from_newest, sort_uploads
 
 __all__ = [
     "Aggregator",

@@ -10,7 +10,8 @@ from prefed.core import Entry, Key, Layout, Owner, Ownership, Plain, Round, Stat
 from prefed.merge import lora, optimizers, rules
 from prefed.merge.config import MergeConfig
 from prefed.merge.means_distances import normalize, weighted_mean
-from prefed.merge.uploads import BadUpload, align, check_update_sizes, shorten, sort_uploads
+from prefed.merge.oversized_updates import check_update_sizes
+from prefed.merge.uploads import BadUpload, align, shorten, sort_uploads
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,8 @@ from prefed.core import Round, State, Upload
 from prefed.merge import rules
 from prefed.merge.aggregator import Aggregator
 from prefed.merge.lora import without_residuals
-from prefed.merge.uploads import BadUpload, TooFewUploads, align, check_length, measures
+from prefed.merge.oversized_updates import check_length, measures
+from prefed.merge.uploads import BadUpload, TooFewUploads, align
 
 SENT = "model"
 """The group of tensors in every upload, regardless of the server's group."""
