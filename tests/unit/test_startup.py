@@ -15,7 +15,7 @@ from prefed.data import synthetic
 from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
 
-CLOSURE = {"prefed.run": 118, "prefed run": 145}
+CLOSURE = {"prefed.run": 119, "prefed run": 146}
 """How a FedDPO run is started → how many files of prefed it may import."""
 UNUSED = re.compile(
     r"prefed\.(align|networks|theory|privacy\.|ui\.collect|trackers\.(tools|tracking)"
