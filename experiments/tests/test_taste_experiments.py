@@ -1,4 +1,4 @@
-"""FedVPA-GP's experiments and the tables of tastes: what the cells say, their scripts, their verdicts."""
+"""FedVPA-GP's experiments and the tables of tastes: their scripts and their verdicts."""
 
 import gzip
 import json
@@ -9,92 +9,7 @@ from functools import cache
 import pytest
 
 from experiment_scripts import EXPERIMENTS, rows, script
-from prefed.config.experiment_table import load_table
 from preferences import jsonl
-
-CELLS = {
-    f"{path.parent.name}/{path.stem}/{name}": cell
-    for files in ("fedvpa/*.toml", "tastes/*.toml", "smollm2/tastes*.toml", "smollm2/ceilings.toml")
-    for path in sorted(EXPERIMENTS.glob(files))
-    for name, cell in load_table(path).cells(path).items()
-}
-"""FOLDER/TABLE/CELL → the cell."""
-HELPFULNESS = {
-    "qwen": (48.12, 48.85, 62.24, 66.45, 43.05, 44.21, 54.18, 58.32, 41.48, 42.33, 53.05, 55.18),
-    "gemma": (52.34, 51.65, 66.82, 73.21, 44.15, 46.21, 56.41, 64.48, 41.22, 43.44, 53.25, 60.15),
-}
-"""Model → FedDPO, FedBiscuit, FedVPL, FedVPA-GP with 10, with 50 and with 100 clients."""
-METHODS = ("feddpo", "fedbiscuit", "fedvpl", "fedvpa")
-
-
-# What the cells say
-
-
-def test_every_cell_is_an_experiment():
-    counts = Counter(name.split("/")[0] + "/" + name.split("/")[1] for name in CELLS)
-    assert {name: counts[name] for name in counts if name.startswith("fedvpa")} == {
-        "fedvpa/main": 2 * 3 * 4,
-        "fedvpa/unseen": 2,
-        "fedvpa/ratios": 2 * 4,
-        "fedvpa/ablations": 9,
-    }
-    assert counts["tastes/tastes"] == 3 * 10
-    assert (counts["tastes/ceilings"], counts["tastes/lora"]) == (4 * 2, 2)
-    assert (counts["tastes/mixtures"], counts["tastes/mixtures-rates"]) == (2 * 4, 10)
-    assert (counts["smollm2/tastes"], counts["smollm2/tastes-rates"]) == (3 * 4, 3)
-    assert counts["smollm2/ceilings"] == 2
-    for cell in CELLS.values():
-        cell.experiment()
-
-
-def test_the_main_table_is_the_sources():
-    """2 models × 3 scales × 4 methods, by the settings of the summary, whether in the file or a default."""
-    for model, figures in HELPFULNESS.items():
-        names = [f"{model}-k{k}-{method}" for k in (10, 50, 100) for method in METHODS]
-        assert [float(CELLS[f"fedvpa/main/{name}"].paper) for name in names] == list(figures)
-        for name in names:
-            experiment = CELLS[f"fedvpa/main/{name}"].experiment()
-            method, clients = experiment.method.settings, int(name.split("-")[1][1:])
-            assert (experiment.rounds, method.local_steps, method.betas) == (50, 30, (0.9, 0.95))
-            assert method.lr == (1e-5 if model == "qwen" else 1e-4)
-            assert experiment.data.partition.clients == clients
-            assert experiment.data.partition.categories == ("helpful", "harmless")
-            assert experiment.cohort.size == (5 if clients == 10 else 10)
-            stage_two = experiment.align
-            if name.endswith("feddpo"):
-                assert stage_two is None
-                continue
-            assert (stage_two.completions, stage_two.max_new_tokens, stage_two.temperature) == (2, 512, 0.7)
-            assert (stage_two.lr, stage_two.objective) == (method.lr, "dpo")
-            taste = name.endswith(("fedvpl", "fedvpa"))
-            assert (stage_two.tastes == "posteriors") is taste
-            if taste:
-                assert (method.beta, method.lora, method.batch_size) == (0.1, True, 32)
-            if name.endswith("fedvpa"):
-                assert (method.pull, method.prior_from, method.cap) == (1.0, "last_round", "hard")
-                assert method.logit_dropout == (0.5 if model == "qwen" else 0.0)
-
-
-def test_each_ablation_switches_off_what_it_says():
-    def settings(name):
-        return CELLS[f"fedvpa/ablations/{name}"].experiment().method.settings
-
-    whole = settings("fedvpa")
-    for name, changes in {
-        "no-cap": {"cap": "off"},
-        "no-dropout": {"logit_dropout": 0.0},
-        "bound": {"prior": "bound"},
-        "no-lora": {"lora": False},
-        "prior": {"prototypes": False, "cap": "off", "logit_dropout": 0.0},
-        "prototypes": {"prior": "standard", "cap": "off", "logit_dropout": 0.0},
-    }.items():
-        assert settings(name) == whole.model_copy(update=changes)
-
-
-def test_newcomers_are_half_of_each_taste():
-    evaluate = CELLS["fedvpa/unseen/fedvpa"].experiment().evaluate
-    assert Counter(client.split("-")[0] for client in evaluate.unseen) == {"helpful": 5, "harmless": 5}
-    assert evaluate.unseen_pairs == [2, 4, 8, 16]
 
 
 # The clients of tastes.toml, and of the source's experiments

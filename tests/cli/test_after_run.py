@@ -77,28 +77,6 @@ def test_evaluate_gives_again_what_the_run_found(place, method):
     assert figures["clients"] == {"left": {"pairs": 4}, "right": {"pairs": 4}}
 
 
-def test_evaluate_prints_every_client(place):
-    text = prefed_("evaluate", place / "local")
-    before = summary(place / "local")["preference_accuracy"]["per_client"]
-    for client in ("left", "right"):
-        line = next(line for line in text.splitlines() if line.split()[:1] == [client])
-        assert f"{before[client]:.3f}" in line
-    assert re.search(r"pairs +before +model +model +accuracy", text)
-    assert "means: margin" in text
-
-
-def test_evaluate_prints_a_reward_heads_figures_too(place):
-    """In a table of their own, so that names and numbers keep their room on a narrow terminal."""
-    text, before = prefed_("evaluate", place / "fedpdpo"), summary(place / "fedpdpo")
-    assert "reward head" not in prefed_("evaluate", place / "local")
-    table = text.split("fedpdpo: with the reward head")[1]
-    names = ("preference_accuracy", "combined_accuracy", "explicit_accuracy", "agreement")
-    for client in ("left", "right"):
-        values = [f"{before[name]['per_client'][client]:.3f}" for name in names]
-        assert re.search(rf"{client} +4 +{' +'.join(values)}", table)
-    assert f"explicit margin {before['explicit_margin']:.3f}" in table
-
-
 def test_clients_that_never_took_part_are_judged_apart(place):
     """With 0 steps a newcomer's model is the published one, which is what its export holds."""
     figures, before = (
@@ -137,9 +115,7 @@ def test_evaluate_other_pairs_of_the_run(place):
         prefed_("evaluate", place / "feddpo", "--split", "train", "--client", "left", "--json")
     )
     assert figures["clients"] == {"left": {"pairs": 8}}
-    assert "split = 'validation': no client" in prefed_(
-        "evaluate", place / "feddpo", "--split", "validation", code=1
-    )
+    assert "split = 'validation'" in prefed_("evaluate", place / "feddpo", "--split", "validation", code=1)
 
 
 def test_evaluate_a_file_gives_each_client_its_own_rows(place, tmp_path):
@@ -238,9 +214,7 @@ def test_evaluate_makes_deleted_data_again_and_refuses_other_data(place, tmp_pat
     shutil.rmtree(tmp_path / "run/cache")
     with (tmp_path / "test.jsonl").open("a") as file:
         file.write('{"prompt": "a", "chosen": "b", "rejected": "c", "worker": "left"}\n')
-    assert "the data changed since the run; restore the original" in prefed_(
-        "evaluate", tmp_path / "run", code=1
-    )
+    assert "the data changed since the run" in prefed_("evaluate", tmp_path / "run", code=1)
 
 
 def test_an_export_needs_neither_cache_nor_data(place, tmp_path):
@@ -348,13 +322,6 @@ def test_generate_prints_side_by_side_and_reads_standard_input(place):
     assert "aligned" in result.stdout
 
 
-def test_a_command_that_an_error_suggests_can_be_pasted(place, tmp_path):
-    """A shell reads the quoted path as one word."""
-    shutil.copytree(place / "feddpo", tmp_path / "my run")
-    with pytest.raises(RunError, match=r"prefed align '.*/my run' --prompts FILE"):
-        Models(load_run(tmp_path / "my run"), Sampling()).aligned_at(None)
-
-
 def test_a_prompt_longer_than_the_window_is_refused(place):
     refused = prefed_("generate", place / "feddpo", "--prompt", "word " * 100, code=1)
     assert "tokens but the model's context is 64; shorten it" in refused
@@ -385,16 +352,6 @@ def test_another_base_model_under_the_same_name_is_refused(place):
             load_run(place / "feddpo")
     finally:
         path.write_bytes(before)
-
-
-def test_compare_writes_a_table_and_a_plot(place, tmp_path):
-    text = prefed_("compare", place / "feddpo", place / "local", "--out", tmp_path / "both.png")
-    for method in ("feddpo", "local"):
-        assert f"{summary(place / method)['preference_accuracy']['mean']:.3f}" in text
-    assert "settings that differ" not in text
-    assert "is not comparable" not in text
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    assert "at least two different runs" in prefed_("compare", place / "local", place / "local", code=1)
 
 
 @pytest.mark.parametrize(

@@ -168,27 +168,9 @@ def test_a_full_disk_ends_a_run_with_what_is_kept(place, monkeypatch):
     )
 
 
-def test_every_method_can_be_started_with(place):
-    output = prefed_("init", "scaffold")
-    assert "wrote scaffold.toml" in output
-    assert tomllib.loads((place / "scaffold.toml").read_text())["method"]["name"] == "scaffold"
-    prefed_("init", "scaffold", "--force")
-
-
 def test_a_starting_file_gets_its_folder(place):
     assert "wrote no/such/x.toml" in prefed_("init", "feddpo", "--out", "no/such/x.toml")
     assert (place / "no/such/x.toml").exists()
-
-
-def test_the_methods_are_listed(place):
-    from prefed.methods import METHODS
-
-    output = prefed_("methods")
-    for kind in METHODS.values():
-        assert kind.name in output
-        assert kind.source in output
-    assert re.search(r"local .*personal models", output)
-    assert re.search(r"decdpo .*personal models", output)  # each client's own mixture
 
 
 def test_help_loses_no_word_in_brackets(subtests):

@@ -29,7 +29,6 @@ from prefed.train.metrics.winrate import NothingJudgedError
 pytest.importorskip("openai")
 
 KEY = "sk-very-secret-0123456789"
-CLIENTS = ("ada", "ben")
 PROMPTS = 6
 
 
@@ -299,9 +298,7 @@ def test_equal_texts_are_no_rate_where_the_judge_failed():
         return {"outcome": outcome, **texts, "first": said, "second": said}
 
     how, tie = Comparison("utility", Path("p.txt")), row(0.5, SAME)
-    with pytest.raises(
-        NothingJudgedError, match=r"1 of 1 prompts have no .* verdict; the first failure: Hm\."
-    ):
+    with pytest.raises(NothingJudgedError, match=r"1 of 1 prompts have no .* verdict; the first failure: Hm"):
         summarize([tie, row(None, "Hm.")], 0, how)
     result = summarize([tie, row(None, "Hm."), row(1.0, "A")], 0, how)
     assert (result["win_rate"]["mean"], result["judged"], result["failed"]) == (0.75, 2, 1)

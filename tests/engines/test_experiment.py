@@ -18,7 +18,6 @@ from prefed.runs.build import build_data, build_job
 from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.loaded_run import load_run
 from prefed.runs.reference_cache import reference_folder
-from prefed.runs.run import default_out
 from prefed.runs.start_or_resume import fitted
 from prefed.store import RunReader, StoreError
 from prefed.train.forward_passes import ReferenceLogprobs
@@ -377,37 +376,6 @@ def test_what_is_private_in_a_run_is_its_owners_to_read(place, tmp_path):
         private = name.startswith(("cache", "checkpoint/clients", "checkpoint/server@", "checkpoint/COMMIT"))
         assert (path.stat().st_mode & 0o077 == 0) == private, name
         assert not path.is_dir() or private or name in {*public, ".", "adapters/shared"}
-
-
-def test_a_start_that_failed_is_repaired_as_its_error_says(place, whole, tmp_path):
-    """Rows are named, then a key, then a model; each repaired in turn, the last start runs. None leaves a
-    directory: no run started."""
-    lines = (place / "train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "broken.jsonl").write_text("".join([*lines[:-1], '{"prompt": "Hello"}\n']))
-    data = experiment(place).data.model_dump(exclude_none=True)
-    broken = {**data, "train": str(tmp_path / "broken.jsonl")}
-    few = {**data, "limit": 5}
-    for asked, error in (
-        (experiment(place, data=broken), "row 60"),
-        (experiment(place, data=few, merge={"rule": "median"}), "needs at least 3"),
-        (experiment(place, model={"name": str(tmp_path / "nowhere")}), "nowhere"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            run(asked, tmp_path / "run")
-        assert not (tmp_path / "run").exists()
-    run(experiment(place), tmp_path / "run")
-    assert left(tmp_path / "run") == left(whole.path)
-
-
-def test_where_a_run_goes(place):
-    assert str(default_out(experiment(place), "first try")) == "runs/first try-feddpo-seed3"
-    assert str(default_out(experiment(place), "feddpo")) == "runs/feddpo-seed3"
-
-
-def test_the_data_of_an_experiment(place, tmp_path):
-    dataset = build_data(experiment(place), tmp_path / "data")
-    assert sorted(dataset.clients) == ["w0", "w1", "w2"]
-    assert dataset.sizes["w0"].train > 10
 
 
 def test_a_start_that_came_to_no_round_is_started_again(place, whole, tmp_path):

@@ -368,9 +368,7 @@ def test_who_votes_is_chosen_and_named(place, finished, copy):
     """Without site two only w0 votes. A site that refuses stops the alignment, which others then continue.
     Other voters are another labeller."""
     sites = opened(place, copy, limits={})
-    with pytest.raises(
-        AlignError, match=r"site '(one|two)', client .*: no votes: .*\[limits\] judgements = 0"
-    ):
+    with pytest.raises(AlignError, match=r"site '(one|two)', client .*: no votes: .*\[limits\] judgements"):
         vote(copy / "over", sites, settings(place))
     closed(sites)
     sites = opened(place, copy)
@@ -471,9 +469,7 @@ def test_private_states_and_groups_go_on(place, tmp_path, method):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIGNS, "w1", 0)
         if method == "fedvpa":
-            with pytest.raises(
-                AlignError, match=r"fedvpa: .* but 'w1' judged only ties: raise refresh.pairs"
-            ):
+            with pytest.raises(AlignError, match=r"fedvpa: .* but 'w1' judged only ties"):
                 vote(tmp_path / "over", sites, settings(place, **change))
             patch.setitem(SIGNS, "w1", -1)
             change["refresh"] = {**change["refresh"], "pairs": 7}

@@ -156,9 +156,7 @@ def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
     says(["export", over, "--out", tmp_path / "shared"])
     says(["export", alone, "--out", tmp_path / "shared-alone"])
     assert_equal(exported(tmp_path / "shared"), exported(tmp_path / "shared-alone"))
-    assert "client 'w1' is stored at site 'two'; run there: prefed site export CONFIG --client w1" in says(
-        ["export", over, "--client", "w1"], 1
-    )
+    assert "client 'w1' is stored at site 'two'" in says(["export", over, "--client", "w1"], 1)
     judged = ["--test", place / "w0.jsonl", "--everyone", "--json"]
     for taste in ("population", f"infer:{place / 'w1.jsonl'}"):
         got = figures(["evaluate", over, *judged, "--taste", taste])
@@ -166,9 +164,7 @@ def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
         assert got["choice_loss"] == neighbour["choice_loss"]
     assert figures(["evaluate", over, *judged, "--taste", "w1"])["taste"] == "w1"
     for taste in ("own", "infer:4"):
-        assert "needs pairs that are stored at the sites of the run" in says(
-            ["evaluate", over, *judged, "--taste", taste], 1
-        )
+        assert "needs pairs that are stored" in says(["evaluate", over, *judged, "--taste", taste], 1)
     assert "or use --taste population or --taste CLIENT here" in says(["evaluate", over, *judged], 1)
 
 
@@ -250,10 +246,7 @@ RECEIPT = "000003-" + "0" * 32
     [
         ({"clients": {"w0": None}}, "the client is not at this site"),
         ({"clients": {"w1": RECEIPT}}, "the private state of client 'w1' is not at this site"),
-        (
-            {"clients": {"w1": "../../secret"}},
-            "clients.w1: Value error, not a valid receipt of a private state",
-        ),
+        ({"clients": {"w1": "../../secret"}}, "clients.w1: Value error, not a valid receipt of a private"),
         ({"clients": ["w1"]}, "invalid request (published): clients: Input should be a valid dictionary"),
         ({"model": 3}, "invalid request (published): model: Input should be a valid string"),
         ({"round": True}, "invalid request (published): round: Input should be a valid integer"),
@@ -331,9 +324,7 @@ def test_a_site_that_was_away_gets_its_models_from_a_finished_run(place, tmp_pat
         assert text.startswith("site 'two' did not receive the models of its clients")
         assert reason in text
         assert "run the same command with --resume to send them again" in text
-    with pytest.raises(
-        RunError, match="has not sent the final models yet: it sends them at the end of a run"
-    ):
+    with pytest.raises(RunError, match="has not sent the final models yet: it sends them at the end"):
         export_client(made["two"], tmp_path / "early", client="w1")
     assert not (tmp_path / "early").exists()
     assert not [text for text in over_sites(asked, made, tmp_path / "over", resume=True) if "models" in text]

@@ -347,11 +347,7 @@ def test_masks_and_noise_are_of_one_request(hub, monkeypatch):
     ("limits", "fields", "reason"),
     [
         ({"judgements": 0}, {}, "[limits] judgements = 0: clients of this site judge no completions"),
-        (
-            {"judgements": 3},
-            {},
-            "[limits] judgements: 4 pairs of the client requested in this run, at most 3",
-        ),
+        ({"judgements": 3}, {}, "[limits] judgements: 4 pairs of the client requested in this run, at most"),
         ({"epsilon": 0.1, "delta": 1e-5}, {}, "[limits] epsilon: with this upload the client would reach"),
         ({}, {"size": 65}, "a sum of votes has 64 numbers, not 65"),
         ({}, {"clients": ("w1",)}, "the client is not at this site"),

@@ -79,9 +79,7 @@ def test_a_finite_upload_that_merges_to_infinity_is_dropped(tmp_path):
     for record in rounds:
         (drop,) = record["dropped"]
         assert drop["client"] == BAD
-        assert (
-            "the server's 'second' is NaN or infinite after merging it; its update has norm" in drop["reason"]
-        )
+        assert "the server's 'second' is NaN or infinite after merging it" in drop["reason"]
     without, _, _ = play(tmp_path / "without", job(merge=merge, untrained=[BAD]))
     assert same(server, without)
 
@@ -207,10 +205,7 @@ LEAKS = (
     (lambda u: {"sent_at": 2}, "is of round 2, not round 1"),
     (lambda u: {"tensors": {"model": WIDE}}, r"lora/0/A in group 'model' has shape \(5,\)"),
     (lambda u: {"tensors": {"model": u.tensors["model"].to(torch.float32)}}, "has dtype torch.float32"),
-    (
-        lambda u: {"tensors": {"model": Tensors(RENAMED, u.tensors["model"].flat)}},
-        "has a different layout than the model",
-    ),
+    (lambda u: {"tensors": {"model": Tensors(RENAMED, u.tensors["model"].flat)}}, "has a different layout"),
 )
 
 

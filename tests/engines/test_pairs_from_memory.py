@@ -241,10 +241,7 @@ def build(data, folder, **settings):
     [
         (lambda rows: {"ann": rows, "ben": bad("empty")[:2]}, "data['ann'], row 3: "),
         (lambda rows: {"train": {"ann": rows}}, "data['train']['ann'], row 3: "),
-        (
-            lambda rows: {"train": {"ann": bad("empty")[:2]}, "test": {"ann": rows}},
-            "data['test']['ann'], row",
-        ),
+        (lambda rows: {"train": {"ann": bad("empty")[:2]}, "test": {"ann": rows}}, "data['test']['ann']"),
     ],
 )
 def test_bad_rows_are_named_by_client_and_number(kind, layout, named, tmp_path):

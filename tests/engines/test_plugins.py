@@ -181,13 +181,6 @@ def test_a_package_is_listed_and_its_settings_are_written_and_checked(package, p
     assert made.method.name == "lgfedavg"
 
 
-def test_a_broken_package_is_listed_with_its_error(package):
-    (package / "lgpack/method.py").write_text("import nothing_of_this_name\n")
-    listed = " ".join(prefed_("methods").split())
-    assert "feddpo DPO with federated averaging" in listed
-    assert "No module named 'nothing_of_this_name'" in listed.replace("  ", " ")
-
-
 def test_a_package_does_not_hide_another_or_prefed(package, place):
     """Two packages with one entry point, and one with the name of a method of prefed: the list says so, and
     methods without a source or whose module cannot be imported do not end it."""
@@ -210,14 +203,6 @@ def test_a_package_does_not_hide_another_or_prefed(package, place):
         "method 'lazy': other.lazy cannot be imported: ModuleNotFoundError: No module named",
     ):
         assert text in listed, text
-
-
-def test_init_shows_a_file(file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    prefed_("init", "./lg.py")
-    text = (tmp_path / "lgfedavg.toml").read_text()
-    assert 'name = "./lg.py"\n' in text
-    assert "# blocks = 1\n" in text
 
 
 @pytest.mark.parametrize(
@@ -714,14 +699,6 @@ def test_validation_alone_loads_no_code(file, tmp_path):
     assert Experiment(**tables).method.kind.name == "lgfedavg"
 
 
-def test_ray_actors_give_the_run_of_one_process(file, tmp_path):
-    pytest.importorskip("ray")
-    here = run(Experiment.load(file, ["merge.rule=./rule.py"]), tmp_path / "here").summary
-    changes = ["merge.rule=./rule.py", "engine.name=ray", "engine.workers=1"]
-    there = run(Experiment.load(file, changes), tmp_path / "there").summary
-    assert (here["loss"], here["preference_accuracy"]) == (there["loss"], there["preference_accuracy"])
-
-
 def test_peers_run_it(package, tmp_path):
     place = peering.make_place(tmp_path)
     tables = peering.experiment(place, graph={"name": "complete"}).tables()
@@ -768,9 +745,7 @@ def test_a_site_uses_only_the_code_that_its_operator_allows(package, ward, tmp_p
         (written, {"code": ["other.module:METHOD"]}),
         (written, {"code": [point]}),
     ):
-        with pytest.raises(
-            FederationError, match="it is code from outside prefed that may not be loaded here"
-        ):
+        with pytest.raises(FederationError, match="it is code from outside prefed that may not be loaded"):
             over_sites(ward, tmp_path, name, **limits)
     _, summary = over_sites(ward, tmp_path, written, code=[written])
     assert summary["method"] == "lgfedavg"

@@ -163,20 +163,11 @@ def experiment(**changes):
         ({"stop": {"metric": "majority_accuracy"}, "method": "fedbis"}, "no selectors that vote"),
         ({"stop": {"patience": 0}}, "stop.patience = 0: should be greater than or equal to 1"),
         ({"stop": {"metric": "margin"}}, "stop.metric = 'margin': should be 'preference_accuracy'"),
-        (
-            {"engine": {"devices": ["cuda:0", "cuda:1"]}},
-            r"\['cuda:0', 'cuda:1'\] lists 2 devices for 1 process: set workers = 2",
-        ),
+        ({"engine": {"devices": ["cuda:0", "cuda:1"]}}, r"\['cuda:0', 'cuda:1'\] lists 2 devices for 1"),
         ({"engine": {"devices": ["cuda:0", "cuda:0"], "workers": 2}}, "lists a device twice: list each"),
         ({"engine": {"devices": ["gpu0"]}}, "engine.devices.0 = 'gpu0': should match pattern"),
-        (
-            {"engine": {"devices": ["cuda:0"], "name": "ray"}},
-            r"which assigns GPUs to its actors: remove it, and set ray\.num_gpus",
-        ),
-        (
-            {"engine": {"devices": ["cuda:0"]}, "model": {"name": "m", "device": "cpu"}},
-            r"\[engine\] devices lists CUDA devices, but \[model\] device = 'cpu'",
-        ),
+        ({"engine": {"devices": ["cuda:0"], "name": "ray"}}, r"which assigns GPUs to its actors"),
+        ({"engine": {"devices": ["cuda:0"]}, "model": {"name": "m", "device": "cpu"}}, r"\[engine\] devices"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(changes, words):

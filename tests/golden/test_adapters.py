@@ -96,9 +96,7 @@ def test_what_cannot_be_done_says_so(base: Path, tmp_path: Path) -> None:
     model, tensors = load(base, "bottleneck", "residual")
     with pytest.raises(ModelError, match=r"bottleneck cannot be merged .*; export without --merge"):
         save_merged(model, tensors, tmp_path / "merged")
-    with pytest.raises(
-        ModelError, match=r"\[merge\] lora changed \d+ base weights, which an adapter cannot contain"
-    ):
+    with pytest.raises(ModelError, match=r"\[merge\] lora changed \d+ base weights, which an adapter cannot"):
         save_adapter(model, tensors, tmp_path / "adapter")
     with pytest.raises(ModelError, match="does not contain an exported client"):
         load_client(tmp_path)
@@ -229,21 +227,15 @@ def test_a_taste_too_few_or_too_many_is_refused(base: Path, tmp_path: Path) -> N
     model, tensors = load(base, TASTE_MAP)
     bare, bare_tensors = load(base)
     for save in (save_adapter, save_merged):
-        with pytest.raises(
-            ModelError, match="this policy can only be exported for one taste: give a taste, or export"
-        ):
+        with pytest.raises(ModelError, match="this policy can only be exported for one taste"):
             save(model, tensors, tmp_path / "it")
         with pytest.raises(ModelError, match="a taste is given, but the model has no part 'taste_map'"):
             save(bare, bare_tensors, tmp_path / "it", TASTE)
-        with pytest.raises(
-            ModelError, match="the policy is not finite at this taste: training diverged, or z is NaN"
-        ):
+        with pytest.raises(ModelError, match="the policy is not finite at this taste: training diverged"):
             save(model, tensors, tmp_path / "it", torch.full((32,), torch.nan))
     embeddings = model.taste_map.embeddings
     model.taste_map.embeddings = torch.nn.Sequential(embeddings)
-    with pytest.raises(
-        ModelError, match="PEFT has no LoRA for input embeddings of type Sequential: use another"
-    ):
+    with pytest.raises(ModelError, match="PEFT has no LoRA for input embeddings of type Sequential"):
         save_adapter(model, tensors, tmp_path / "it", TASTE)
     assert list(tmp_path.iterdir()) == []
 

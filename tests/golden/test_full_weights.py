@@ -93,7 +93,5 @@ def test_a_merged_model_holds_the_weights(tmp_path):
     for name, weight in loaded.named_parameters():
         assert torch.equal(weight, moved[f"weights/{name}"])
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
-    with pytest.raises(
-        ModelError, match="all weights were trained, which an adapter cannot contain; export a merged model"
-    ):
+    with pytest.raises(ModelError, match="all weights were trained, which an adapter cannot contain"):
         save_adapter(model, moved, tmp_path / "adapter")

@@ -97,9 +97,7 @@ def test_a_selectors_lora_on_the_head_counts() -> None:
 
 @pytest.mark.parametrize(("part", "tied"), [("head", False), ("residual", True)])
 def test_a_lora_on_a_head_that_changes_otherwise_is_refused(part: str, tied: bool) -> None:
-    with pytest.raises(
-        ModelError, match=r"\[model.lora\] targets contains .*(head|share).*; remove (it|them)"
-    ):
+    with pytest.raises(ModelError, match=r"\[model.lora\] targets contains .*(head|share).*"):
         adapted("llama", frozenset({"lora", part}), {"tie_word_embeddings": tied}, targets=["lm_head"])
 
 

@@ -244,9 +244,7 @@ def test_a_gpu_gives_the_gradient_of_the_cpu(dtype: str, bound: float, fast: boo
 
 
 def test_float16_on_a_cpu_is_refused() -> None:
-    with pytest.raises(
-        ModelError, match="dtype = 'float16' requires a GPU, but the model is on the CPU; use bfloat16 or"
-    ):
+    with pytest.raises(ModelError, match="dtype = 'float16' requires a GPU, but the model is on the CPU"):
         backbone("gpt2", dtype="float16")
 
 
@@ -261,9 +259,7 @@ def test_four_bits_without_their_package_are_refused(monkeypatch) -> None:
 def test_parts_that_need_whole_weights_are_refused_over_four_bits(parts) -> None:
     """FedEx-LoRA adds to the weights themselves, and FedSDG's two branches are fused with them."""
     config = ModelConfig(name="gpt2", quantize="nf4", device="cpu")
-    with pytest.raises(
-        ModelError, match=r"needs full weights \(for .*\); remove quantize or use another method"
-    ):
+    with pytest.raises(ModelError, match=r"needs full weights \(for .*\); remove quantize or use another"):
         make_backbone(causal("gpt2"), None, config, Key(1), frozenset(parts))
 
 

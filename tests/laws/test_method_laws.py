@@ -227,18 +227,13 @@ def forgetful(work):
 
 
 def test_memory_outside_the_states_is_found():
-    with pytest.raises(
-        AssertionError, match="another server state; whatever a method remembers must be in a"
-    ):
+    with pytest.raises(AssertionError, match="another server state; whatever a method remembers must"):
         check_resume(broken(work=forgetful))
 
 
 def test_a_merge_of_the_first_upload_is_found():
     first = broken(merge=lambda merge: lambda server, uploads, now: merge(server, uploads[:1], now))
-    with pytest.raises(
-        AssertionError,
-        match=r"the merge depends on the order of uploads; take them from prefed\.merge\.sort_uploads",
-    ):
+    with pytest.raises(AssertionError, match=r"the merge depends on the order of uploads"):
         check_order(first)
 
 

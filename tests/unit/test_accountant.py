@@ -10,7 +10,7 @@ import tomli_w
 from mpmath import mp
 from typer.testing import CliRunner
 
-from prefed.config import ConfigError, Experiment, to_toml
+from prefed.config import Experiment, to_toml
 from prefed.config.experiment_table import load_table
 from prefed.core import Key, Privacy
 from prefed.engines.cohorts import draw_cohort
@@ -19,7 +19,6 @@ from prefed.privacy.accountant import AccountantError
 from prefed.runs.privacy import plan
 from prefed.runs.start_or_resume import settings_digest
 from prefed.ui.cli import app
-from prefed.ui.pages.terminal import privacy_line
 
 BASE = {
     "data": {"train": "pairs.jsonl", "partition": {"by": "iid", "clients": 20}},
@@ -212,24 +211,6 @@ def test_a_plan_counts_what_a_run_will(tmp_path):
     assert plan(experiment(privacy=CENTRAL, evaluate={"unseen": 2}))[0].clients == 18
 
 
-def test_a_plan_says_what_is_missing():
-    column = {"train": "pairs.jsonl", "partition": {"by": "column", "column": "who"}}
-    with pytest.raises(ConfigError, match="--clients"):
-        plan(experiment(privacy=CENTRAL, data=column))
-    with pytest.raises(ConfigError, match="no kind"):
-        plan(experiment())
-    with pytest.raises(
-        ConfigError,
-        match=r"\[fleet\] decides how often clients take part: run the experiment, and see ε in its "
-        r"summary.json",
-    ):
-        plan(experiment(privacy=LOCAL, fleet={}))
-    with pytest.raises(
-        ConfigError, match="size = 30, but 20 clients train: lower the size, or change --clients"
-    ):
-        plan(experiment(privacy=CENTRAL, cohort={"size": 30}))
-
-
 def test_the_command_looks_for_noise(tmp_path):
     pytest.importorskip("dp_accounting")
     file = tmp_path / "experiment.toml"
@@ -254,9 +235,7 @@ def test_the_command_looks_for_noise(tmp_path):
     del tables["data"]
     file.write_text(tomli_w.dumps(tables))
     asked = ["privacy", str(file), "--epsilon", "4", "--json"]
-    assert "only the sites know the number of clients; set it with --clients" in " ".join(
-        CliRunner().invoke(app, asked).output.split()
-    )
+    assert "only the sites know the number" in " ".join(CliRunner().invoke(app, asked).output.split())
     assert json.loads(CliRunner().invoke(app, [*asked, "--clients", "20"]).output) == json.loads(shown.output)
 
 
@@ -279,51 +258,17 @@ def test_the_table_of_noise_has_the_epsilons_of_its_page():
     )
 
 
-def test_the_line_of_a_result():
-    got = {
-        **{"kind": "local", "epsilon": 3.14159, "delta": 1e-5, "adjacency": "A", "bound": "B"},
-        **{"releases": 1, "draws": "seed"},
-    }
-    assert privacy_line(got) == (
-        "privacy: local, epsilon 3.14 at delta 1e-05 (A; B; 1 release; the seed reveals the noise)"
-    )
-
-
 # What goes together
 
 REFUSED = [
     ({"privacy": {"clip": 1.0}}, "clip requires kind = 'central' or 'local'"),
-    (
-        {"privacy": {"kind": "local"}},
-        "kind requires noise_multiplier; `prefed privacy` computes it for an epsilon, 0 only clips",
-    ),
-    (
-        {"privacy": {"kind": "local", "noise_multiplier": 1.0, "delta": 1e-5}},
-        "noise_multiplier above 0 requires clip",
-    ),
-    (
-        {"privacy": {"kind": "local", "noise_multiplier": 1.0, "clip": 1.0}},
-        "noise_multiplier above 0 requires delta",
-    ),
-    (
-        {"privacy": {**LOCAL, "clip": 5e-324, "noise_multiplier": 0.4}},
-        r"clip \* noise_multiplier is 0; it must be between 1e-30 and 1e\+30, because float32 parameters "
-        "cannot represent other noise",
-    ),
-    (
-        {"privacy": {**LOCAL, "clip": 1e300, "noise_multiplier": 1e10}},
-        r"clip \* noise_multiplier is inf; it must be between 1e-30 and 1e\+30, because float32 parameters "
-        "cannot represent other noise",
-    ),
-    (
-        {"method": {"name": "fedvpl", "posterior_clip": 1e-40, "posterior_noise": 1.0}},
-        r"posterior_noise is 1e-40; it must be between 1e-30 and 1e\+30, because float32 parameters "
-        "cannot represent other noise",
-    ),
-    (
-        {"privacy": {**LOCAL, "secret_cohorts": True}},
-        "secret_cohorts requires kind = 'central': with 'local' the server knows who sent each upload",
-    ),
+    ({"privacy": {"kind": "local"}}, "kind requires noise_multiplier"),
+    ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "delta": 1e-5}}, "requires clip"),
+    ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "clip": 1.0}}, "requires delta"),
+    ({"privacy": {**LOCAL, "clip": 5e-324, "noise_multiplier": 0.4}}, r"clip \* noise_multiplier is 0"),
+    ({"privacy": {**LOCAL, "clip": 1e300, "noise_multiplier": 1e10}}, r"clip \* noise_multiplier is inf"),
+    ({"method": {"name": "fedvpl", "posterior_clip": 1e-40, "posterior_noise": 1.0}}, r"posterior_noise is"),
+    ({"privacy": {**LOCAL, "secret_cohorts": True}}, "secret_cohorts requires kind = 'central'"),
     ({"privacy": {**DISTRIBUTED, "secret_cohorts": True}}, "with 'distributed' the server knows who sent"),
     ({"privacy": {**DISTRIBUTED, "noise_multiplier": 0.0}}, "two sums that differ by one site"),
     ({"privacy": {**LOCAL, "colluders": 1}}, "colluders requires kind = 'distributed'"),
@@ -396,14 +341,6 @@ def test_the_settings_digest_covers_privacy_and_sampling():
     private = experiment(privacy=CENTRAL, cohort={"size": 2, "sampling": "poisson"})
     assert Experiment.parse(to_toml(private)) == private
     assert settings_digest(private.tables()) != settings_digest(tables)
-
-
-def test_a_cell_of_a_table_is_shown_before_its_run():
-    """The bound of this row in the README of ``experiments/privacy``; a table without a name is refused."""
-    path = str(Path(__file__).resolve().parents[2] / "experiments" / "privacy" / "noise.toml")
-    got = CliRunner().invoke(app, ["privacy", path, "--cell", "central-2", "--json"])
-    assert json.loads(got.stdout)["epsilon"] == pytest.approx(5.42, abs=0.005)
-    assert CliRunner().invoke(app, ["privacy", path]).exit_code != 0
 
 
 def test_trust_models_are_compared_at_one_epsilon(tmp_path):

@@ -43,9 +43,7 @@ def test_a_key_that_is_given_takes_the_place_of_another_one(tmp_path):
         settled({}, "taste=w1", "tastes=posteriors")
     with pytest.raises(ConfigError, match=r"tase: no such key"):
         settled({}, "tase=")
-    with pytest.raises(
-        ConfigError, match=r"\[align\] of .*a\.json with --set align\.lr=0\.1: .*requires several generations"
-    ):
+    with pytest.raises(ConfigError, match=r"\[align\] of .*a\.json with --set align\.lr=0\.1: .*requires"):
         settled({"regenerate": 2}, "lr=0.1")
 
 

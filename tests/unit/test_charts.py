@@ -36,7 +36,7 @@ from prefed.ui.pages.chart_data import (
 from prefed.ui.pages.compare_charts import comparison
 from prefed.ui.pages.html import environment
 from prefed.ui.pages.page import render
-from prefed.ui.pages.svg import NARROW, TOUCHED, WIDE, csv_address, drawings, spread_out, ticks
+from prefed.ui.pages.svg import NARROW, WIDE, csv_address, drawings, spread_out, ticks
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +157,6 @@ def test_equal_lines_stay_visible():
     assert max(map(len, marked)) <= 13
 
 
-def test_of_very_many_points_some_say_their_value():
-    points = [(float(k), float(k)) for k in range(3 * TOUCHED)]
-    drawing = drawings(chart_of(line(points)))[0]
-    touched = [s.note for group in drawing.groups for s in group.shapes if s.note]
-    assert len(touched) <= TOUCHED + 13
-    assert {"0: 0", "3: 3", "357: 357", "359: 359"} <= set(touched)
-
-
 @given(st.lists(st.floats(0, 100), max_size=9))
 def test_labels_lie_apart_and_inside(wanted):
     """In their order, a gap apart, within the frame; where nothing is near, each where it belongs."""
@@ -239,16 +231,6 @@ def test_names_in_any_script_are_written_without_a_warning(tmp_path):
         plot_file.save(clients.ends(run), tmp_path / "p.png")
 
 
-def test_a_font_for_other_scripts_is_taken_where_there_is_one(monkeypatch):
-    """Matplotlib's own comes first; one that is not installed is not asked for, which would be a warning."""
-    plot_file._fonts.cache_clear()
-    monkeypatch.setattr(plot_file, "SCRIPTS", ("Nobody's Font", "DejaVu Sans Mono"))
-    try:
-        assert plot_file._fonts() == ["sans-serif", "DejaVu Sans Mono"]
-    finally:
-        plot_file._fonts.cache_clear()
-
-
 @pytest.mark.parametrize(("name", "head"), [("p.png", b"\x89PNG"), ("p.svg", b"<?xml"), ("p.PDF", b"%PDF")])
 def test_a_plot_is_of_the_kind_its_name_says(tmp_path, run, name, head):
     plot_file.save(comparison([run, run]), tmp_path / name)
@@ -275,16 +257,6 @@ def test_every_kind_of_mark_can_be_a_file(tmp_path):
     ]
     plot_file.save(Chart("c", "", "", several), tmp_path / "p.svg")
     ET.parse(tmp_path / "p.svg")
-
-
-def test_a_file_has_the_diagonal_of_its_panel(tmp_path):
-    """From 2 to 3, where both axes have values; a dotted line."""
-    drawn = []
-    for wanted in (True, False):
-        panel = Panel(Axis(), Axis(), [line([(1.0, 2.0), (3.0, 4.0)])], diagonal=wanted)
-        plot_file.save(Chart("c", "", "", [panel]), tmp_path / "p.svg")
-        drawn.append((tmp_path / "p.svg").read_text().count("stroke-dasharray"))
-    assert drawn == [1, 0]
 
 
 def test_a_comparison_file_has_what_its_runs_have(run):

@@ -19,8 +19,8 @@ from prefed.ui.cli import app
 from prefed.ui.pages import compare_page
 from prefed.ui.pages.compare_charts import Shown, clients_of, gains_of, over_rounds, strips
 from prefed.ui.pages.compare_page import render_comparison
-from prefed.ui.pages.comparison_data import ChosenCase, Compared
-from prefed.ui.pages.comparison_tables import cases_table, print_comparison
+from prefed.ui.pages.comparison_data import Compared
+from prefed.ui.pages.comparison_tables import print_comparison
 
 NAMES = ("ann", "bob", "cyd", "dee")
 
@@ -106,17 +106,6 @@ def test_runs_on_other_pairs_are_warned_of(tmp_path):
     assert "Preference accuracy over rounds." in page.data
 
 
-def test_what_a_sweep_chose_is_named(runs):
-    choice = ChosenCase(
-        "ditto was chosen.", [runs[3].path], {"preference_accuracy": {1: 0.6, 2: 0.7, 3: 0.8}}
-    )
-    page = render_comparison(runs, [choice])
-    assert "ditto was chosen." in page
-    assert "0.700 ± 0.100 over 3 seeds" in page
-    (row,) = re.findall(r'<tr class="chosen">.*?</tr>', page.split('id="settings"')[0], re.DOTALL)
-    assert "ditto" in row
-
-
 def test_a_strip_has_a_dot_for_each_client_where_its_gain_is(runs):
     """The widest gain lies 124 pixels from the middle, at 130; of four clients one gains, one loses."""
     compared = Compared(tuple(runs))
@@ -132,16 +121,6 @@ def test_a_strip_has_a_dot_for_each_client_where_its_gain_is(runs):
     (many,), most = strips([{f"c{k}": k / 1000 for k in range(1001)}])
     assert (len(many.dots), most) == (200, 1.0)
     assert (many.dots[0][3], many.dots[-1][3]) == ("c0: +0.0", "c1000: +100.0")
-
-
-def test_no_word_of_a_dotted_line_that_is_not_there(tmp_path):
-    """Equal values lie in a chart where the least mean is below the highest worst client: 0.6 and 0.7."""
-    apart = [run(tmp_path / "apart", method, 1, (0.4, 0.9, 0.8)) for method in ("feddpo", "ditto")]
-    alike = [
-        run(tmp_path / "alike", "feddpo", 1, (0.4, 0.8)),
-        run(tmp_path / "alike", "ditto", 1, (0.7, 0.9)),
-    ]
-    assert ["dotted line" in render_comparison(runs) for runs in (apart, alike)] == [False, True]
 
 
 def test_many_cases_are_drawn_as_far_as_they_can_be_distinguished(tmp_path, monkeypatch):
@@ -299,24 +278,3 @@ def test_a_band_ends_at_all_pairs(tmp_path):
     mean, arm = line.points[-1][1], line.points[-1][1] - line.low[-1]
     assert 0 < arm == pytest.approx(0.05 / 2**0.5)
     assert line.high[-1] == pytest.approx(mean + arm)
-
-
-def test_a_cell_over_seeds_is_a_mean_and_one_deviation(runs):
-    """Ditto's seeds are alike: 0.625. Feddpo's means are 0.5775, 0.58 and 0.5825."""
-    table = cases_table(Compared(tuple(runs)), "ABC")
-    column = table.heads.index("preference accuracy") - 1
-    assert [(name, cells[column]) for name, cells in table.rows] == [
-        ("A", "0.580 ± 0.003"),
-        ("B", "0.625 ± 0.000"),
-        ("C", "0.400"),
-    ]
-
-
-def test_the_terminal_sets_seeds_together(runs):
-    file = io.StringIO()
-    print_comparison(runs, Console(file=file, width=160))
-    text = file.getvalue()
-    assert re.search(r"feddpo +3 +0\.580 ± 0\.003 +0\.500 ± 0\.000", text)
-    assert re.search(r"ditto +3 +\+0\.045 \[\+0\.039, \+0\.051\] +0\.00\d +0\.250", text)
-    assert re.search(r"ditto +3 +-0\.005", text)
-    assert "With only 3 seeds in common, Wilcoxon's p cannot be below 0.25." in text

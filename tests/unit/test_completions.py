@@ -233,17 +233,11 @@ def test_a_model_that_was_trained_on_packed_pairs_completes_alike(family):
 
 def test_bad_batches_are_refused():
     model, tensors = small()
-    with pytest.raises(
-        ValueError, match=r"got 2 prompts of lengths \[1, 2\] and 2 keys; a batch requires prompts of equal"
-    ):
+    with pytest.raises(ValueError, match=r"got 2 prompts of lengths \[1, 2\] and 2 keys"):
         complete_batch(model, tensors, [[1], [1, 2]], Sampling(), KEYS[:2])
-    with pytest.raises(
-        ValueError, match=r"got 1 prompts of lengths \[1\] and 2 keys; a batch requires prompts of equal"
-    ):
+    with pytest.raises(ValueError, match=r"got 1 prompts of lengths \[1\] and 2 keys"):
         complete_batch(model, tensors, [[1]], Sampling(), KEYS[:2])
-    with pytest.raises(
-        ValueError, match="the prompt has 64 tokens but the model's context is 64; shorten it"
-    ):
+    with pytest.raises(ValueError, match="the prompt has 64 tokens but the model's context is 64"):
         complete_batch(model, tensors, [[1] * 64], Sampling(), KEYS[:1])
 
 

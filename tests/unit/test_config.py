@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefed.config import AlignConfig, CohortConfig, ConfigError, Experiment, ReportConfig, to_toml
+from prefed.config import CohortConfig, ConfigError, Experiment, to_toml
 from prefed.config.new_file import Recipe, example_file, learning_rates, model_width, recipe, starting_file
 from prefed.engines import job
 from prefed.engines.job import JobError
@@ -36,16 +36,6 @@ def file(tmp_path):
     path = tmp_path / "exp.toml"
     path.write_text(BASE)
     return path
-
-
-def test_defaults_are_filled_in(file):
-    experiment = Experiment.load(file)
-    assert (experiment.seed, experiment.rounds, experiment.cohort.of(3)) == (42, 3, None)
-    assert (experiment.method.name, experiment.method.settings.lr) == ("feddpo", 1e-4)
-    resolved = tomllib.loads(to_toml(experiment))
-    assert resolved["method"]["batch_size"] == 8
-    assert resolved["engine"]["workers"] == 0
-    assert resolved["evaluate"]["every"] == 1
 
 
 def test_a_resolved_experiment_reads_back_as_itself(subtests):
@@ -109,13 +99,6 @@ def test_everything_wrong_is_named_at_once(file):
             "--set cohort.size=0: cohort.size = 0: should be greater than or equal to 1",
         ]
     )
-
-
-def test_tables_that_are_missing_are_named(file):
-    file.write_text("rounds = 3\n")
-    with pytest.raises(ConfigError, match="data: missing") as caught:
-        Experiment.load(file)
-    assert len(str(caught.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -270,46 +253,27 @@ def test_a_chat_model_gets_the_recipe_that_keeps_text_whole(name, tmp_path):
             assert made.method.settings.lr == first.method.get("lr", kind.Settings().lr)
 
 
-def test_a_starting_file_has_the_alignments_keys_behind_comments():
-    """For methods that train selectors: with # taken from the table's name, its prompts and all keys with a
-    value, the file loads with the defaults."""
-    head, _, table = starting_file("fedbis").partition("# [align]\n")
+@pytest.mark.parametrize(
+    ("name", "method", "without", "shown"),
+    [
+        ("fleet", "feddpo", None, {}),
+        ("graph", "feddpo", None, {}),
+        ("align", "fedbis", "feddpo", {"prompts": "prompts.jsonl"}),
+        ("report", "feddpo", "fedbis", {"prompts": "How can I sleep better?"}),
+        ("track", "feddpo", None, {"to": ["tensorboard"]}),
+    ],
+)
+def test_a_starting_file_has_the_keys_of_optional_tables_behind_comments(name, method, without, shown):
+    """With # taken from the table's name and all keys with a value, the file loads with the defaults. Tables
+    are there for the methods that have a use for them."""
+    head, found, table = starting_file(method).partition(f"# [{name}]\n")
+    table = table.partition("# [")[0]
     keys = [line[2:] for line in table.splitlines() if re.match(r"# \w+ = ", line)]
-    plain = Experiment.parse("\n".join([head, "[align]", *keys]))
-    assert plain.align == AlignConfig(prompts="prompts.jsonl")
-    assert all(f"\n# {key} =" in table for key in AlignConfig.model_fields)
-    assert "# [align]\n" not in starting_file("feddpo")
-
-
-def test_a_starting_file_has_the_reports_keys_for_methods_whose_models_write():
-    head, _, table = starting_file("feddpo").partition("# [report]\n")
-    keys = [line[2:] for line in table.partition("# [")[0].splitlines() if re.match(r"# \w+ = ", line)]
-    made = Experiment.parse("\n".join([head, "[report]", *keys])).report
-    assert made == ReportConfig(prompts="How can I sleep better?")
-    assert all(f"\n# {key} =" in table for key in ReportConfig.model_fields)
-    assert "# [report]\n" not in starting_file("fedbis")
-
-
-@pytest.mark.parametrize("name", ["fleet", "graph"])
-def test_a_starting_file_has_the_keys_of_optional_tables_behind_comments(name):
-    """With # taken from the table's name and all keys with a value, the file loads with the defaults."""
-    text = starting_file("feddpo")
-    head, _, table = text.partition(f"# [{name}]\n")
-    keys = [line[2:] for line in table.partition("# [")[0].splitlines() if re.match(r"# \w+ = ", line)]
     made = getattr(Experiment.parse("\n".join([head, f"[{name}]", *keys])), name)
-    assert made == type(made)()
-    assert all(f"\n# {key} =" in table for key in type(made).model_fields)
-    assert getattr(Experiment.parse(text), name) is None
-
-
-def test_a_method_may_be_given_from_python():
-    experiment = Experiment(
-        data={"train": "a.jsonl", "partition": {"by": "iid", "clients": 2}},
-        model={"name": "m"},
-        method={"name": "fedprox", "mu": 0.5},
-    )
-    assert experiment.method.settings.mu == 0.5
-    assert Experiment.model_validate(experiment.model_dump()) == experiment
+    assert made == type(made)(**shown)
+    assert all(f"\n# {key} =" in f"\n{table}" for key in type(made).model_fields)
+    assert getattr(Experiment.parse(head + found + table), name) is None
+    assert without is None or found not in starting_file(without)
 
 
 @pytest.mark.parametrize(

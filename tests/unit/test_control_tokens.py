@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from prefed.core import Key
@@ -26,17 +26,6 @@ from preferences import CHATML, jsonl, merging, tokenizer
 from tokenizer_zoo import MADE, TEXTS
 
 EOS, BOS, START, END = 0, 1, 3, 4
-
-
-def with_bos(made):
-    """The tokenizer with ``</s>`` or its first special token before every text."""
-    backend, token = made.backend_tokenizer, made.all_special_tokens[0]
-    number = made.convert_tokens_to_ids(token)
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, number)]
-    )
-    made.bos_token = token
-    return made
 
 
 ZOO = {
@@ -178,9 +167,7 @@ def test_the_data_report_how_texts_are_encoded(tmp_path):
     assert "5 prompts are texts, used without the model's chat template, and no blank separates" in auto
     assert '[data] template = "chat" renders them as user turns' in auto
     assert "in 5 rows, no blank separates the prompt from its response" in lines(None)
-    assert "5 rows have an end-of-text token before the end of a response" in lines(
-        CHATML, template="rendered"
-    )
+    assert "5 rows have an end-of-text token before the end" in lines(CHATML, template="rendered")
     dropping = "{% for m in messages %}{% if loop.first and not add_generation_prompt %}x{% endif %}"
     dropping += "[{{ m.content }}]{% endfor %}"
     assert "in 5 rows, the chat template renders the prompt differently" in lines(dropping, template="chat")

@@ -232,6 +232,7 @@ def test_dialogues_without_a_prompt(chosen, rejected, expected):
 
 
 TURNS = [{"role": "user", "content": "Hi"}]
+HUB = [{"from": "human", "value": "Hi"}]
 
 
 def reply(content):
@@ -257,105 +258,7 @@ def test_forms_of_prompt_and_responses(subtests):
         ("Hi", reply("a"), reply("b"), (user("Hi"), "a", "b")),
         ("Hi", TURNS + reply("a"), TURNS + reply("b"), (user("Hi"), "a", "b")),
         (TURNS, "a", "b", (user("Hi"), "a", "b")),
-        (
-            [{"from": "human", "value": "Hi"}],
-            [{"from": "gpt", "value": "a"}],
-            reply("b"),
-            (user("Hi"), "a", "b"),
-        ),
-        # A system message in the prompt comes before the turns that the dialogues share.
-        (
-            [{"role": "system", "content": "S"}],
-            TURNS + reply("a"),
-            TURNS + reply("b"),
-            (user("Hi", "S"), "a", "b"),
-        ),
-        # Prompt and shared turns are joined where they overlap: no turn is lost, and none stands twice.
-        (
-            dialogue("s:S", "u:Q"),
-            dialogue("u:Q", "a:A"),
-            dialogue("u:Q", "a:B"),
-            (turns("s:S", "u:Q"), "A", "B"),
-        ),
-        (
-            dialogue("u:Q"),
-            dialogue("s:S", "u:Q", "a:A"),
-            dialogue("s:S", "u:Q", "a:B"),
-            (turns("s:S", "u:Q"), "A", "B"),
-        ),
-        (
-            dialogue("u:1", "a:2", "u:1"),
-            dialogue("u:1", "a:2", "u:3", "a:A"),
-            dialogue("u:1", "a:2", "u:3", "a:B"),
-            (turns("u:1", "a:2", "u:1", "a:2", "u:3"), "A", "B"),
-        ),
-        # A text prompt comes first, after a system message, or answers a last turn of the assistant, unless
-        # the shared turns contain it as whole words, or it consists of them.
-        ("C", dialogue("u:Q", "a:A"), dialogue("u:Q", "a:B"), (turns("u:C", "u:Q"), "A", "B")),
-        (
-            "C",
-            dialogue("s:S", "u:Q", "a:A"),
-            dialogue("s:S", "u:Q", "a:B"),
-            (turns("s:S", "u:C", "u:Q"), "A", "B"),
-        ),
-        (
-            "What is this?",
-            dialogue("u:hi", "a:A"),
-            dialogue("u:hi", "a:B"),
-            (turns("u:What is this?", "u:hi"), "A", "B"),
-        ),
-        (
-            "hi",
-            dialogue("u:What is this?", "a:A"),
-            dialogue("u:What is this?", "a:B"),
-            (turns("u:hi", "u:What is this?"), "A", "B"),
-        ),
-        (
-            "Read this: x\nhi",
-            dialogue("u:hi", "a:A"),
-            dialogue("u:hi", "a:B"),
-            (turns("u:Read this: x\nhi", "u:hi"), "A", "B"),
-        ),
-        (
-            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
-            dialogue("u:hi", "a:A"),
-            dialogue("u:hi", "a:B"),
-            (turns("u:hi"), "A", "B"),
-        ),
-        (
-            "\n\nHuman: 1\n\nAssistant: 2\n\nHuman: 3\n\nAssistant:",
-            dialogue("u:1", "a:2", "u:3", "a:A"),
-            dialogue("u:1", "a:2", "u:3", "a:B"),
-            (turns("u:1", "a:2", "u:3"), "A", "B"),
-        ),
-        ("<s>[INST] hi [/INST]", dialogue("u:hi", "a:A"), dialogue("u:hi", "a:B"), (turns("u:hi"), "A", "B")),
-        ("Q", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S", "u:Q"), "A", "B")),
-        (
-            "Q",
-            dialogue("u:1", "a:2", "a:A"),
-            dialogue("u:1", "a:2", "a:B"),
-            (turns("u:1", "a:2", "u:Q"), "A", "B"),
-        ),
-        (
-            "1",
-            dialogue("u:1", "a:2", "u:3", "a:A"),
-            dialogue("u:1", "a:2", "u:3", "a:B"),
-            (turns("u:1", "a:2", "u:3"), "A", "B"),
-        ),
-        (
-            "Q ",
-            dialogue("u:By the way, Q", "a:A"),
-            dialogue("u:By the way, Q", "a:B"),
-            (turns("u:By the way, Q"), "A", "B"),
-        ),
-        (
-            "System: S. User: Q",
-            dialogue("s:S", "u:Q", "a:A"),
-            dialogue("s:S", "u:Q", "a:B"),
-            (turns("s:S", "u:Q"), "A", "B"),
-        ),
-        ("", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S"), "A", "B")),
-        ("S then Q", dialogue("s:S", "a:A"), dialogue("s:S", "a:B"), (turns("s:S", "u:S then Q"), "A", "B")),
+        (HUB, [{"from": "gpt", "value": "a"}], reply("b"), (user("Hi"), "a", "b")),
         # The prompt is removed only if both responses repeat it, as whole words.
         ("Hi", "Hi a", "Hi b", ("Hi", " a", " b")),
         ("Hi", "High five!", "His name?", ("Hi", "High five!", "His name?")),
@@ -370,14 +273,43 @@ def test_forms_of_prompt_and_responses(subtests):
             assert split_prompt(RawPair(prompt, chosen, rejected))[:3] == expected
 
 
+def test_a_prompt_next_to_whole_dialogues(subtests):
+    """``shared`` turns begin both dialogues, and ``expected`` ones are those of the prompt. No turn is
+    lost, and none is there twice. A text prompt comes first, after a system message, or answers a last turn
+    of the assistant, unless the shared turns contain it as whole words, or it consists of them."""
+    for prompt, shared, expected in (
+        (dialogue("s:S"), ["u:Hi"], ["s:S", "u:Hi"]),
+        (dialogue("s:S", "u:Q"), ["u:Q"], ["s:S", "u:Q"]),
+        (dialogue("u:Q"), ["s:S", "u:Q"], ["s:S", "u:Q"]),
+        (dialogue("u:1", "a:2", "u:1"), ["u:1", "a:2", "u:3"], ["u:1", "a:2", "u:1", "a:2", "u:3"]),
+        ("C", ["u:Q"], ["u:C", "u:Q"]),
+        ("C", ["s:S", "u:Q"], ["s:S", "u:C", "u:Q"]),
+        ("What is this?", ["u:hi"], ["u:What is this?", "u:hi"]),
+        ("hi", ["u:What is this?"], ["u:hi", "u:What is this?"]),
+        ("Read this: x\nhi", ["u:hi"], ["u:Read this: x\nhi", "u:hi"]),
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", ["u:hi"], ["u:hi"]),
+        ("\n\nHuman: 1\n\nAssistant: 2\n\nHuman: 3\n\nAssistant:", ["u:1", "a:2", "u:3"], None),
+        ("<s>[INST] hi [/INST]", ["u:hi"], None),
+        ("Q", ["s:S"], ["s:S", "u:Q"]),
+        ("Q", ["u:1", "a:2"], ["u:1", "a:2", "u:Q"]),
+        ("1", ["u:1", "a:2", "u:3"], None),
+        ("Q ", ["u:By the way, Q"], None),
+        ("System: S. User: Q", ["s:S", "u:Q"], None),
+        ("", ["s:S"], None),
+        ("S then Q", ["s:S"], ["s:S", "u:S then Q"]),
+    ):
+        with subtests.test(prompt=prompt, shared=shared):
+            pair = RawPair(prompt, dialogue(*shared, "a:A"), dialogue(*shared, "a:B"))
+            assert split_prompt(pair)[:3] == (turns(*(expected or shared)), "A", "B")
+
+
 @pytest.mark.parametrize("shape", [json.dumps, lambda item: json.dumps(item, indent=1)])
 def test_messages_as_json_text(tmp_path, shape):
     """A cell of a CSV file with messages is read like the messages, in every column, also of thumbs."""
     prompt, chosen, rejected = shape(TURNS), shape(TURNS + reply("a")), shape(TURNS + reply("b"))
-    hub = shape([{"from": "human", "value": "Hi"}])
     for row in (
         {"prompt": prompt, "chosen": "a", "rejected": "b"},
-        {"prompt": hub, "chosen": shape(reply("a")), "rejected": shape(reply("b"))},
+        {"prompt": shape(HUB), "chosen": shape(reply("a")), "rejected": shape(reply("b"))},
         {"chosen": chosen, "rejected": rejected},
     ):
         ((record,), _) = read(tmp_path, [row])
@@ -426,18 +358,8 @@ def test_refuses_other_forms(tmp_path, subtests):
         ("Hi", ["x"], reply("b"), "must contain only messages, not a string"),
         ("Hi", [{"role": "tool", "content": "x"}], reply("b"), "role 'tool'"),
         ("Hi", [{"role": "assistant", "content": None}], reply("b"), "content that is not text, but null"),
-        (
-            "Hi",
-            reply([{"type": "image_url", "image_url": "x"}]),
-            reply("b"),
-            "a part of type 'image_url'; only text",
-        ),
-        (
-            "Hi",
-            reply([{"text": "a", "cache_control": 1}]),
-            reply("b"),
-            "chosen has a text part with cache_control,",
-        ),
+        ("Hi", reply([{"type": "image_url", "image_url": "x"}]), reply("b"), "a part of type 'image_url'"),
+        ("Hi", reply([{"text": "a", "cache_control": 1}]), reply("b"), "chosen has a text part"),
         *(
             (
                 "Hi",
@@ -556,10 +478,7 @@ def test_generic_rows_use_columns_of_the_record(tmp_path):
         (COMPARISON | {"summaries": []}, "summaries must be a list of two"),
         (COMPARISON | {"info": {"id": "x"}}, "neither a post nor an article"),
         (COMPARISON | {"extra": "8"}, "row 1: extra must be an object"),
-        (
-            COMPARISON | {"info": {"post": "x", "subreddit": ["x"]}},
-            "row 1: subreddit must be a text or an integer, not",
-        ),
+        (COMPARISON | {"info": {"post": "x", "subreddit": ["x"]}}, "row 1: subreddit must be a text"),
         (COMPARISON | {"summaries": ["text", "text"]}, "row 1: malformed: string indices"),
     ],
 )
@@ -568,55 +487,9 @@ def test_a_malformed_row_of_a_known_set(tmp_path, row, message):
         read(tmp_path, [row])
 
 
-TURN = {"role": "user", "content": "Hi"}
-
-
-@pytest.mark.parametrize(
-    ("row", "words", "renamed"),
-    [
-        ({"prompt": [TURN], "completion": [TURN], "label": False}, ["completion must end with"], False),
-        ({"prompt": "q", "completion": "a", "other": "b"}, ["prompt, chosen and rejected"], True),
-        ({"prompt": "q", "completion": "a"}, ["prompt, completion and label"], False),
-        ({"prompt": "q", "response": "a", "score": "4.5"}, ["two responses"], False),
-        ({"messages": [TURN]}, ["two responses"], False),
-        ({"q": "?", "one": "a", "two": "b", "winner": "x"}, ["'winner'", "chosen"], False),
-        ({"q": "?", "answer_1": "a", "answer_2": "b", "score": -2}, ["in each row", "chosen"], False),
-        ({"q": "?", "best": "a", "worst": "b"}, ["use the columns prompt"], True),
-        ({"prompt": "q", "answers": {"good": "a", "bad": "b"}, "more": "c"}, ["use the columns"], True),
-    ],
-)
-def test_columns_are_offered_where_naming_them_helps(tmp_path, row, words, renamed):
-    with pytest.raises(DataError) as error:
-        read(tmp_path, [row])
-    assert all(word in str(error.value) for word in words)
-    assert ("columns = {" in str(error.value)) == renamed
-
-
 def test_get_format_takes_either_name():
     for form in FORMATS.values():
         assert formats.get_format(form.name) is form
-        if form.hub:
-            assert formats.get_format(form.hub) is form
-    assert sorted(form.hub for form in FORMATS.values() if form.hub) == [
-        "Anthropic/hh-rlhf",
-        "CyberNative/Code_Vulnerability_Security_DPO",
-        "HannahRoseKirk/prism-alignment",
-        "PKU-Alignment/PKU-SafeRLHF",
-        "berkeley-nest/Nectar",
-        "facebook/community-alignment-dataset",
-        "jondurbin/py-dpo-v0.1",
-        "kaitchup/UltraFeedback-prompt-chosen-rejected",
-        "lmsys/chatbot_arena_conversations",
-        "lmsys/lmsys-arena-human-preference-55k",
-        "nvidia/HelpSteer2",
-        "nvidia/HelpSteer3",
-        "openai/summarize_from_feedback",
-        "openai/webgpt_comparisons",
-        "openbmb/UltraFeedback",
-        "stanfordnlp/SHP",
-        "tatsu-lab/alpaca_farm",
-        "trl-lib/kto-mix-14k",
-        "yuasosnin/imdb-dpo",
-    ]
+        assert not form.hub or formats.get_format(form.hub) is form
     with pytest.raises(DataError, match="did you mean 'webgpt'"):
         formats.get_format("webgtp")

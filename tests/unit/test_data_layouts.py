@@ -1,6 +1,5 @@
 """Layouts of public preference sets: no prompt is lost silently, and rows read as advised are correct."""
 
-import json
 import re
 import tomllib
 
@@ -11,7 +10,6 @@ from prefed.data import DataConfig, DataError, Message, SelectorConfig, Source, 
 from prefed.data.errors import ErrorCollector
 from prefed.data.prompts import read_prompts
 from prefed.data.sources import ReadCounts, read_records
-from prefed.data.sources.tracking import TrackedRow
 from prefed.runs.data_notices import data_notices, left_out_table
 from preferences import CHATML, jsonl, pairs, tokenizer
 
@@ -312,22 +310,13 @@ def test_a_prompt_that_is_lost_is_refused(read, subtests):
             [{"system": "S", "chosen": chat("s:T", "u:Q", "a:a"), "rejected": chat("s:T", "u:Q", "a:b")}],
             "system differs from the system message",
         ),
-        (
-            [{"prompt": "Q", "system": "S", **AB}, {"prompt": "Q", **AB}],
-            "row 2: this row has no system column",
-        ),
+        ([{"prompt": "Q", "system": "S", **AB}, {"prompt": "Q", **AB}], "row 2: this row has no system"),
         ([LAYOUTS["helpsteer2"][0] | {"preference_strength": -4}], "from -3 to 3, not -4"),
         ([LAYOUTS["alpaca-farm"][0] | {"preference": 0}], "preference is 0, which names neither output_1"),
         ([LAYOUTS["alpaca-farm"][0] | {"preference": True}], "which names neither"),
         ([LAYOUTS["alpaca-farm"][0] | {"preference": -2}], "preference is -2, which names neither"),
-        (
-            [{"prompt": "Q", **NUMBERED, "preference": 1.8}],
-            "better response, which 'preference' may name, and write",
-        ),
-        (
-            [{"qid": 1, "question": "Q", "response_j": "a", "response_k": "b"}],
-            "better response, and write it as chosen",
-        ),
+        ([{"prompt": "Q", **NUMBERED, "preference": 1.8}], "better response, which 'preference' may name"),
+        ([{"qid": 1, "question": "Q", "response_j": "a", "response_k": "b"}], "better response, and write"),
         ([TASK | {"annotations": [{"result": [{"type": "choices"}]}]}], "of type choices; prefed reads"),
         ([TASK | {"data": {"prompt": "Q", "x": "a", "y": "b"}}], "name the fields of data like that"),
         ([ARGILLA | {"fields": {"prompt": "Q", "x": "a"}}], r"1 responses \(x\) and 1 answered questions"),
@@ -418,20 +407,6 @@ def test_prompts_that_are_common_beginnings_are_reported(tmp_path):
         assert [note for note in data_notices(dataset)[0] if "prompt" in note] == expected
 
 
-def test_whoever_copies_a_row_reads_it():
-    row = TrackedRow({"a": 1, "b": {"c": 2, "d": 3}})
-    assert "a" in row
-    assert [path for path, _ in row.unread()] == ["a", "b"]
-    assert row.get("b", {})["c"] == 2
-    assert row.get("none") is None
-    assert [path for path, _ in row.unread()] == ["a", "b.d"]
-    assert {**row} == row
-    assert [path for path, _ in row.unread()] == ["b.d"]
-    for copy in (dict, json.dumps, lambda row: list(row.values())):
-        copy(other := TrackedRow({"a": 1, "b": {"c": 2}}))
-        assert list(other.unread()) == []
-
-
 PROMPTS = {
     "question": ({"system": "S", "question": "Q"}, turns("s:S", "u:Q"), None),
     "instruction": ({"instruction": "I", "input": "Q", "output": "a"}, turns("u:I\nQ"), "a"),
@@ -474,11 +449,7 @@ def test_named_columns_of_prompts_are_asked_for(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("name", "ends", "words"),
     [
-        (
-            "control_tokens_in_text",
-            [1, 1, 1],
-            "rows contain control tokens of the tokenizer, which are encoded",
-        ),
+        ("control_tokens_in_text", [1, 1, 1], "rows contain control tokens of the tokenizer"),
         ("plain_text_for_a_chat_model", [0, 1, 1], '[data] template = "chat" renders them as user turns'),
     ],
 )
@@ -489,26 +460,3 @@ def test_the_shared_cases_of_chat_models(shared_cases, tmp_path, name, ends, wor
     dataset = build_dataset(config, made, Key(0), tmp_path / "built")
     assert [list(ids).count(made.eos_token_id) for ids in dataset.tokens.pair(0)] == ends
     assert words in "".join(line for part in data_notices(dataset) for line in part)
-
-
-def test_the_shared_cases(shared_cases):
-    """The correct values, from the folder's README."""
-    folder = shared_cases / "data"
-    asked = {
-        "question": turns("s:You are terse.", "u:Q0?"),
-        "instruction_input": turns("u:Q0\nctx"),
-        "system_column": turns("s:You are terse.", "u:Q0?"),
-        "strength_of_preference": turns("u:Name a fruit."),
-    }
-    read = {name: read_file(folder / f"{name}.jsonl") for name in asked}
-    for name, (records, counts) in read.items():
-        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        assert records[0].prompt == asked[name]
-        assert (len(records), list(counts.unread)) == (len(rows), [])
-        for record, row in zip(records, rows, strict=True):
-            names = ("response_1", "response_2") if "preference_strength" in row else ("chosen", "rejected")
-            texts = [row[name] for name in names][:: -1 if row.get("preference_strength", 0) > 0 else 1]
-            assert [record.chosen, record.rejected] == texts
-    with pytest.raises(DataError, match="images changes what a model sees") as error:
-        read_file(folder / "system_images_tools.jsonl")
-    assert "row 6: tools changes what a model sees" in str(error.value)

@@ -87,18 +87,6 @@ def test_pairs_that_others_are_tested_on_are_their_clients(build):
     assert "'ann' (9 of 10)" in data_notices(dataset)[1][0]
 
 
-def test_ties_and_a_limit_lose_nothing(build):
-    """Equal scores are no preference, and a limit is asked for."""
-    every = [
-        {"question": f"Q{k}", "answer_0": f"yes {k}", "answer_1": f"no {k}", "score_0": k % 2, "score_1": 0}
-        for k in range(40)
-    ]
-    partition = {"by": "iid", "clients": 2}
-    notes, warnings = data_notices(build(every, partition=partition, limit=5))
-    assert warnings == []
-    assert notes == ["12 of 40 rows are used; left out: 20 no preference, 8 over the limit"]
-
-
 def test_a_client_of_whom_nothing_is_left_is_named(build):
     """All of ben's rows are too long, so he is not a client; no other notice counts him."""
     dataset = build(rows(60, 3, 0, 3), max_length=30)
@@ -122,20 +110,6 @@ def test_names_that_may_be_one_are_named_together(build):
     assert not any("ben" in warning for warning in warnings)
 
 
-def test_a_name_of_test_rows_alone_counts(build):
-    every = pairs(20, worker="Ann", split="train") + pairs(2, worker="ann", split="test")
-    dataset = build(every)
-    assert dataset.row_counts.unplaced == 2
-    assert dataset.findings.similar == (("Ann", "ann"),)
-
-
-def test_names_merged_in_a_group_are_one(build):
-    groups = {"ann": ["Ann", "ann "], "ben": ["ben"]}
-    every = pairs(30, worker=lambda k: ["Ann", "ann ", "ben"][k % 3])
-    dataset = build(every, partition={**BY_WORKER, "groups": groups})
-    assert data_notices(dataset) == ([], [])
-
-
 def test_blanks_around_a_name_are_reported(build):
     (warning,) = data_notices(build(pairs(20, worker=lambda k: ["ann ", "ben"][k % 2])))[1]
     assert "spaces around them: 'ann '" in warning
@@ -147,16 +121,6 @@ def test_clients_with_one_pair_are_named(build):
     (warning,) = data_notices(build(every))[1]
     assert "2 clients have only one training pair" in warning
     assert "'w0', 'w1'" in warning
-
-
-def test_files_that_are_not_read_are_named(tmp_path):
-    folder = tmp_path / "pairs"
-    folder.mkdir()
-    jsonl(folder / "ann.jsonl", pairs(20, worker="ann"))
-    (folder / "ben.xlsx").write_bytes(b"PK")
-    config = DataConfig(train=str(folder), partition=BY_WORKER)
-    (note,) = data_notices(build_dataset(config, tokenizer(), Key(0), tmp_path / "tokens"))[0]
-    assert "pairs/ben.xlsx" in note
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,7 @@ def test_groups_name_clients():
     [
         ({"web": ["js"]}, "no group contains c; add each to a group"),
         ({"web": ["js"], "all": ["c", "js"]}, "'js' is in 'web' and 'all'; remove it from one of them"),
-        (
-            {"web": ["js"], "system": ["c"], "old": ["cobol"]},
-            "no rows for old; the values in the data are c, js",
-        ),
+        ({"web": ["js"], "system": ["c"], "old": ["cobol"]}, "no rows for old; the values in the data are c"),
     ],
 )
 def test_groups_must_fit_the_values(groups, message):
@@ -183,12 +180,6 @@ def test_dirichlet_does_not_depend_on_the_order_of_categories():
     table = make(labels)
     swapped = replace(table, value=1 - table.value, values=["b", "a"])
     assert (assign_clients(Dirichlet(column="k", clients=3), swapped, Key(1)).client == first).all()
-
-
-def test_iid_depends_on_the_seed():
-    table = make(["x"] * 100)
-    clients = [assign_clients(Iid(clients=4), table, Key(seed)).client.tolist() for seed in range(3)]
-    assert clients[0] != clients[1] != clients[2]
 
 
 def test_partition_values():

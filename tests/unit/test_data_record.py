@@ -44,12 +44,8 @@ def test_written_and_read_again_is_the_same(prompt, chosen, rejected, margin, cl
         ({"rejected": ""}, "rejected is empty"),
         ({"rejected": " yes"}, "are the same"),
         ({"margin": math.nan}, "margin must be a finite 32-bit number, not nan"),
-        ({"margin": math.inf}, "margin must be a finite 32-bit number, not inf"),
         ({"margin": -3.41e38}, "margin must be a finite 32-bit number"),
-        ({"domain": "\udc00"}, "domain has half a surrogate pair"),
-        ({"split": "training"}, "split must be one of"),
         ({"chosen": "half \ud83d"}, "chosen has half a surrogate pair at character 6"),
-        ({"prompt": "\udc00"}, "prompt has half a surrogate pair"),
         ({"chosen": 3}, "chosen must be text, not int"),
     ],
 )

@@ -149,9 +149,7 @@ def test_a_response_is_never_cut(tmp_path, max_length, pairs):
 
 def test_a_long_response_can_be_an_error(tmp_path):
     records = [Record("Q:", " no", " ye"), Record("Q:", " no", " yes")]
-    with pytest.raises(
-        DataError, match=r"x.jsonl, row 2: rejected has 5 tokens, but max_length is 5(.|\n)*raise max_length"
-    ):
+    with pytest.raises(DataError, match=r"x.jsonl, row 2: rejected has 5 tokens, but max_length is 5"):
         write(tmp_path / "t", records, max_length=5, too_long="error")
 
 

@@ -189,10 +189,7 @@ def test_an_administrator_limits_cohorts_exchanges_and_evaluations(tmp_path):
     for task, message in (
         (Task("visit", "w0", 1, "score", b""), "'score' is not one of train"),
         (Task("visit", "w0", 4, "train", b""), "round 4 does not exist: the run has 3 rounds"),
-        (
-            Task("visit", "w0", 2, "train", b"", asked=10**6),
-            "a visit cannot be requested in round 1000000 and end in round 2",
-        ),
+        (Task("visit", "w0", 2, "train", b"", asked=10**6), "a visit cannot be requested in round 1000000"),
         (Task("evaluate", "w0", 1, "", b""), "no metrics"),
     ):
         with pytest.raises(RefusalError, match=message):
@@ -218,9 +215,7 @@ def test_sites_read_nothing_that_the_hub_names(tmp_path):
     with pytest.raises(ConfigError, match="ppo needs a reward model"):
         own_experiment(to_toml(scored), config)
     for table in ('[fleet]\nname = "uniform"', "[stop]\npatience = 2"):
-        with pytest.raises(
-            ConfigError, match=r"\[(fleet|stop)\] is not available in a federation: remove it"
-        ):
+        with pytest.raises(ConfigError, match=r"\[(fleet|stop)\] is not available in a federation"):
             own_experiment(f"{to_toml(hub)}\n{table}\n", config)
 
 
@@ -300,10 +295,7 @@ def test_no_bytes_disturb_a_site(data):
             f"the hub has prefed 2.0.0 (message format 99) and this site prefed {VERSION} (message format "
             f"{FORMAT}): install the same version",
         ),
-        (
-            pack(kind="hello", format=FORMAT, prefed="9.1.0"),
-            "the hub has prefed 9.1.0 (message format 1) and",
-        ),
+        (pack(kind="hello", format=FORMAT, prefed="9.1.0"), "the hub has prefed 9.1.0 (message format 1)"),
         (
             pack(kind="visit", format=FORMAT, prefed=VERSION, federation="wards", run="../../etc"),
             "does not name its run",
@@ -358,9 +350,7 @@ def test_a_full_disk_is_a_failed_answer(site, monkeypatch):
 
 def test_two_processes_do_not_share_a_state_folder(site, tmp_path):
     """The remedy is one that `prefed site` has: it takes no --out."""
-    with pytest.raises(
-        StoreError, match=r"in use by process .*; stop it first: only one process may use it"
-    ) as caught:
+    with pytest.raises(StoreError, match=r"in use by process .*; stop it first: only one process") as caught:
         Site(site_config(tmp_path, tmp_path, "w0"))
     assert "--out" not in str(caught.value)
 

@@ -390,14 +390,8 @@ def test_the_revision_of_a_model_is_the_sites(tmp_path):
 
 def test_a_visit_is_asked_for_in_no_later_round(opens, tmp_path):
     say = opens(asked(tmp_path))
-    assert (
-        "a visit cannot be requested in round 1000000 and end in round 1"
-        in say("visit", 8, round=1, asked=10**6)["refused"]
-    )
-    assert (
-        "a visit cannot be requested in round -1 and end in round 1"
-        in say("visit", 8, round=1, asked=-1)["refused"]
-    )
+    assert "a visit cannot be requested in round 1000000" in say("visit", 8, round=1, asked=10**6)["refused"]
+    assert "a visit cannot be requested in round -1 and end" in say("visit", 8, round=1, asked=-1)["refused"]
 
 
 @pytest.mark.parametrize(

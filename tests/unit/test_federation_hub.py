@@ -57,25 +57,15 @@ def test_the_command_that_goes_on_has_all_that_was_given(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("files", "resume", "said", "ends"),
+    ("files", "said", "ends"),
     [
-        ((), False, "the run had not started. To start it again:", "a --out run"),
-        (
-            ("checkpoint/LOCK", "config.toml"),
-            False,
-            "the run had not started. To start it again:",
-            "a --out run",
-        ),
-        (("checkpoint/COMMIT.json",), False, "no round is complete yet. To continue:", "run --resume"),
-        (
-            ("checkpoint/COMMIT.json", "rounds.jsonl"),
-            False,
-            "complete rounds are kept. To continue:",
-            "run --resume",
-        ),
+        ((), "the run had not started.", "a --out run"),
+        (("checkpoint/LOCK", "config.toml"), "the run had not started.", "a --out run"),
+        (("checkpoint/COMMIT.json",), "no round is complete yet.", "run --resume"),
+        (("checkpoint/COMMIT.json", "rounds.jsonl"), "complete rounds are kept.", "run --resume"),
     ],
 )
-def test_what_a_stopped_command_says_is_kept(tmp_path, monkeypatch, capsys, files, resume, said, ends):
+def test_what_a_stopped_command_says_is_kept(tmp_path, monkeypatch, capsys, files, said, ends):
     """A run has started with its first commit, and has rounds once one is written."""
     monkeypatch.chdir(tmp_path)
     for name in files:
@@ -83,7 +73,7 @@ def test_what_a_stopped_command_says_is_kept(tmp_path, monkeypatch, capsys, file
         Path("run", name).touch()
 
     def stopped():
-        with interruptible(["a"], None, resume) as paths:
+        with interruptible(["a"], None, False) as paths:
             paths.append(Path("run"))
             raise KeyboardInterrupt
 

@@ -98,13 +98,6 @@ def test_an_administrator_sees_whom_the_hub_knows_as_whom(tmp_path, monkeypatch)
     ]
 
 
-def test_a_site_that_sends_names_has_none_to_explain(tmp_path):
-    folder = tmp_path / "site-w0" / "runs" / RUN
-    files.private_folder(folder)
-    (folder / "order.json").write_bytes(files.dumps_with_digest({"names": {"w1": "w1"}}))
-    assert not any("the hub knows" in line for line in status(tmp_path))
-
-
 def test_the_status_in_the_text_format_of_prometheus(tmp_path):
     """Two messages of 812 and 188 bytes in rounds 2 and 3, one of them withheld; a refusal, whose run is no
     label, since a hub may name any. Two releases of ann and one of ``ADA`` with z = 10: the larger loss is

@@ -259,19 +259,13 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_245, "a prompt is read once; completions that have ended take no time"),
     "src/prefed/ui/": (7_678, "the diagonal of a plot in a file"),
-    "experiments/tests/": (2_270, "tests of experiment programs stand next to these"),
+    "experiments/tests/": (1_955, "messages are asserted by what they name, and each once"),
     "tests/": (2_505, "a judge of what clients like is installed in one place, not in four files"),
-    "tests/cli/": (4_810, "tables of inputs are one test with a subtest a row"),
-    "tests/engines/": (
-        12_050,
-        "votes with noise: a twin, epsilon, kills, draws; over sites, also hubs that lie; cut pairs",
-    ),
-    "tests/golden/": (4_960, "par against a plain policy gradient"),
+    "tests/cli/": (4_650, "messages are asserted by what they name, and each once"),
+    "tests/engines/": (11_930, "messages are asserted by what they name, and each once"),
+    "tests/golden/": (4_920, "messages are asserted by what they name, and each once"),
     "tests/laws/": (1_895, "how much a client moves a sum of votes"),
-    "tests/unit/": (
-        20_560,
-        "how much a client moves a sum of metrics; discrete noise by plain whole numbers",
-    ),
+    "tests/unit/": (19_120, "messages are asserted by what they name, and each once"),
     # Words.
     "docs, README.md": (60_000, "what two pages said is said on one"),
 }

@@ -30,11 +30,7 @@ def test_rows_come_back_and_what_cannot_be_encoded_is_replaced(path):
 def test_a_changed_row_is_noticed_and_its_line_named(path, there, changed):
     """Otherwise a win becomes a loss, or a text the answer to another prompt, without a word."""
     path.write_bytes(path.read_bytes().replace(there, changed, 1))
-    with pytest.raises(
-        RunError,
-        match=r"verdicts.jsonl, line 1 is damaged \(its content does not match its digest\); "
-        "delete the line to compute it again",
-    ):
+    with pytest.raises(RunError, match=r"verdicts.jsonl, line 1 is damaged \(its content does not match"):
         Journal(path)
 
 

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2Fo
 
 from prefed.align.judge import TEMPLATES, JudgeError, PairTemplate, Question, Verdict, outcome
 from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
-from prefed.align.judge.names import split_name
 from prefed.align.judge.questions import (
     criterion_template,
     get_template,
@@ -146,9 +145,7 @@ def test_a_reward_judge_prefers_the_higher_reward(place):
 
 
 def test_a_causal_model_is_no_reward_model(place):
-    with pytest.raises(
-        ModelError, match=r"--judge reward = .*: this is not a sequence classification model: the"
-    ):
+    with pytest.raises(ModelError, match=r"--judge reward = .*: this is not a sequence classification model"):
         RewardJudge(str(place / "lm"), CPU)
     with pytest.raises(ModelError, match=r"--judge local = .*no such folder"):
         LocalJudge(str(place / "none"), CPU)
@@ -221,19 +218,6 @@ def test_the_utility_judge_is_the_oracle():
         for record, verdict in zip(own, verdicts, strict=True):
             gap = float(record.extra["utility_chosen"]) - float(record.extra["utility_rejected"])
             assert verdict.preference == float(gap > 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("rewards:x", "did you mean 'reward'"),
-        ("reward", "write it as reward:FOLDER"),
-        ("utility:ada", "write it as utility$"),
-    ],
-)
-def test_judges_that_are_none(text, message):
-    with pytest.raises(ValueError, match=message):
-        split_name(text)
 
 
 def write(path, *lines):

@@ -87,9 +87,7 @@ def _without_mask(forward: Any) -> Any:
 
 def test_a_model_that_does_not_read_text_alone_is_refused_by_its_type() -> None:
     """Reformer computes no gradient in evaluation mode; its own message is passed on."""
-    with pytest.raises(
-        ModelError, match=r"name = 'reformer': model type 'reformer' does not accept token ids only: .*train"
-    ):
+    with pytest.raises(ModelError, match=r"name = 'reformer': model type 'reformer' does not accept token"):
         made("reformer")
 
 
@@ -104,9 +102,7 @@ def test_positions_that_depend_on_the_longest_sequence_end_at_the_threshold(
     assert longest_input(model, 4096) == 24
     assert room_for(model, 20, Sampling(max_tokens=50)) == 4
     check_lengths(model, Lengths(24))
-    with pytest.raises(
-        ModelError, match=r"context is 24 tokens, but .* has 25; set .data. max_length = 24 or"
-    ):
+    with pytest.raises(ModelError, match=r"context is 24 tokens, but .* has 25; set .data. max_length = 24"):
         check_lengths(model, Lengths(25))
 
     def neighbours(longest: int) -> float:

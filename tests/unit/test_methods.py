@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from prefed.core import Download, Key, Method, Owner, Round, State, Tensors, Upload
+from prefed.core import Download, Key, Method, Round, State, Tensors, Upload
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS, LocalSettings
 from prefed.methods.base import lr_schedule
@@ -45,10 +45,7 @@ def test_kinds_settings_and_methods_agree(subtests):
         ({"objective": "hing"}, "did you mean 'hinge'"),
         ({"objective_settings": {"label_smoothing": 0.1}}, "has no setting 'label_smoothing'"),
         ({"objective": "cdpo", "objective_settings": {"label_smoothing": 0.7}}, "label_smoothing"),
-        (
-            {"objective_settings": {"beta": 0.1}},
-            "set beta as a setting of the method, not in objective_settings",
-        ),
+        ({"objective_settings": {"beta": 0.1}}, "set beta as a setting of the method"),
         ({"learning_rate": 1e-4}, "learning_rate"),
     ],
 )
@@ -61,11 +58,6 @@ def test_scaffold_is_plain_sgd():
     for settings in ({"momentum": 0.9}, {"weight_decay": 0.01}, {"optimizer": "adamw"}):
         with pytest.raises(ValidationError, match=r"plain SGD|'sgd'"):
             METHODS["scaffold"].Settings(**settings)
-
-
-def test_steps_given_alone_replace_the_default_epochs():
-    assert (LocalSettings().local_steps, LocalSettings().local_epochs) == (None, 1)
-    assert (LocalSettings(local_steps=5).local_steps, LocalSettings(local_steps=5).local_epochs) == (5, None)
 
 
 def test_an_objective_brings_its_own_beta_unless_one_is_given():
@@ -122,28 +114,10 @@ def test_settings_reach_the_phase():
     assert set(phase.train) == set(initial())
 
 
-def test_fedsft_trains_on_the_chosen_responses():
-    assert {phase.objective.name for phase in phases(make("fedsft"))} == {"sft"}
-
-
-def test_fedprox_pulls_towards_what_was_received():
-    """In round 1 that is the shared start; with μ = 0 there is no pull at all."""
-    pull = phases(make("fedprox", mu=0.25), rounds=1)[0].proximal
-    assert pull is not None
-    assert pull.strength == 0.25
-    assert pull.to.equal(initial())
-    assert phases(make("fedprox", mu=0.0))[0].proximal is None
-
-
 @pytest.mark.parametrize(
     ("name", "rule", "settings", "message"),
     [
-        (
-            "scaffold",
-            "flora",
-            {},
-            "so the control variates of earlier rounds would belong to other directions",
-        ),
+        ("scaffold", "flora", {}, "so the control variates of earlier rounds would belong to other"),
         ("scaffold", "flexlora", {}, "'flexlora' in .merge. replaces the LoRA's A in every round"),
         ("feddpo", "flora", {"optimizer_state": "kept"}, "use another lora or optimizer_state 'new'"),
         ("fedrep", "flexlora", {"optimizer_state": "kept"}, "so the optimiser states of earlier rounds"),
@@ -165,21 +139,6 @@ def test_where_nothing_is_merged_the_lora_rules_have_no_say(name):
     for rule in ("ffa", "rolora", "fedsa"):
         run = simulate(make(name, MergeConfig(lora=rule)), crowd(1, SIZE), initial(), 2)
         assert all(set(phase.train) == set(initial()) for phase in run.phases)
-
-
-def test_alone_nothing_travels():
-    run = simulate(make("local"), crowd(3, SIZE), initial(), 2)
-    assert not any(message.tensors for message in (*run.uploads, *run.downloads))
-    assert run.server.tensors == {}
-    assert all(set(state.tensors["personal"]) == set(initial()) for state in run.private.values())
-
-
-def test_a_client_that_never_took_part_predicts_with_what_was_published():
-    method, start = make("feddpo"), initial()
-    clients = crowd(3, SIZE)
-    run = simulate(method, clients, start, 2, cohort=1)
-    for model in run.models(method, clients, start).values():
-        assert model.equal(start.replace(run.server.tensors["model"]))
 
 
 # The learning rate over the rounds
@@ -274,12 +233,6 @@ def test_rates_of_single_tensors_follow_the_schedule():
 
 
 # Owners
-
-
-@pytest.mark.parametrize("name", SPINE)
-def test_all_is_shared_and_alone_all_is_personal(name):
-    owners = set(make(name).ownership.owners.values())
-    assert owners == {Owner.PERSONAL if name == "local" else Owner.SHARED}
 
 
 def test_fedex_hands_its_residual_to_clients_who_do_not_train_it():

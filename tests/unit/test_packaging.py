@@ -148,12 +148,7 @@ def test_files_import_what_is_required_or_of_an_extra() -> None:
             DataError,
             r"a\.parquet: a Parquet file needs the package pyarrow: .*'prefed\[datasets\]'",
         ),
-        (
-            "datasets",
-            lambda: next(saved_rows(Path("saved"))),
-            DataError,
-            r"saved: a saved dataset needs the package datasets: .*'prefed\[datasets\]'",
-        ),
+        ("datasets", lambda: next(saved_rows(Path("saved"))), DataError, r"saved: a saved dataset needs"),
         (
             "datasets",
             lambda: next(

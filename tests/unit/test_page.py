@@ -31,13 +31,6 @@ def text(run):
     return render(run)
 
 
-def test_rounds_without_a_loss_have_a_page(tmp_path):
-    path = write_run(tmp_path / "run")
-    lines = (path / "rounds.jsonl").read_text()
-    (path / "rounds.jsonl").write_text(lines.replace('"loss"', '"no_loss"'))
-    assert "Training loss over rounds" not in render(read_run(path))
-
-
 def test_the_page_is_complete_in_itself(text):
     """Nothing is loaded: every address is a place in the page or holds the file itself. What runs is the one
     script that the page's policy names by its digest."""
@@ -119,20 +112,6 @@ def with_rewards(path, rewards):
     return read_run(path)
 
 
-def test_the_page_names_the_best_round_and_what_noise_promises(tmp_path):
-    last, best = {"round": 2, "value": 0.61}, {"round": 1, "value": 0.66}
-    stop = {"metric": "reward_accuracy", "over": "worst", "stopped": True, "last": last, "best": best}
-    privacy = {"kind": "central", "epsilon": None}
-    text = Page(render(read_run(write_run(tmp_path / "run", stop=stop, privacy=privacy)))).data
-    assert (
-        "Best round by worst-client reward accuracy on validation pairs: 1 (0.660); early stopping after "
-        "round 2 (0.610)." in text
-    )
-    assert (
-        "Privacy: central; updates are clipped but have no noise, so there is no privacy guarantee." in text
-    )
-
-
 def test_clients_with_equal_curves_all_show(tmp_path):
     """Each later curve is thinner than the one that it lies on."""
     run = read_run(write_run(tmp_path / "run", dict.fromkeys("abcdefghij", (0.5,) * 3)))
@@ -180,20 +159,6 @@ def test_no_interval_is_beyond_what_a_share_can_be(tmp_path):
     assert (min(mean.low), max(mean.high)) == (0.0, pytest.approx(0.745, abs=1e-3))
 
 
-def test_a_run_that_does_not_say_how_many_pairs_has_no_intervals(tmp_path):
-    """As runs of earlier versions: no interval, no data, no date."""
-    path = write_run(tmp_path / "run")
-    summary = json.loads((path / "summary.json").read_text())
-    del summary["clients"]
-    (path / "summary.json").write_text(json.dumps(summary))
-    text = render(read_run(path))
-    assert "<strong>66.7%</strong>" in text
-    assert "mean, 95% interval" not in text
-    assert "95% interval of the mean" not in text
-    for words in ('id="data"', "finished", "with random assignment"):
-        assert words not in text
-
-
 def test_contents_name_every_section_once(text):
     page = Page(text)
     ids = [attributes["id"] for attributes in page.named("h2")]
@@ -231,33 +196,6 @@ def test_the_page_says_what_the_data_are_and_where_the_run_was_made(tmp_path):
     assert "prefed run &#39;a b.toml&#39;" in render(run)
 
 
-@pytest.mark.parametrize(
-    ("who", "words"),
-    [
-        ({"sites": {"north": ["ann"]}}, "unknown to the hub, because the pairs are at the sites"),
-        ({"peer": "ann"}, "unknown to a peer, which has only its own client's pairs"),
-    ],
-)
-def test_the_page_says_what_a_hub_and_a_peer_do_not_know(tmp_path, who, words):
-    """Sizes are there, and in place of the distances is why there are none."""
-    facts = dict(origin.data_facts(read_run(write_run(tmp_path / "run", **who))))
-    assert facts["clients"] == "3"
-    assert facts["distance between clients"] == words
-    assert not any("mean distance" in name for name in facts)
-
-
-def test_dropped_uploads_and_silent_clients_are_said(tmp_path):
-    path = write_run(tmp_path / "run", left_out=3)
-    lines = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-    lines[1]["dropped"] = [{"client": "bob", "exchange": "train", "reason": "NaN or infinity in 'model'"}]
-    (path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = Page(render(read_run(path))).data
-    assert (
-        "1 upload was dropped. The first was from client bob in round 2: NaN or infinity in 'model'." in text
-    )
-    assert "3 clients have no test pairs and were not evaluated." in text
-
-
 def test_equal_runs_give_equal_pages(tmp_path, run, text):
     write_page(run, tmp_path / "deep/page.html")
     assert (tmp_path / "deep/page.html").read_text() == text
@@ -273,11 +211,6 @@ def test_the_page_shows_gradients_consensus_and_delays(tmp_path):
     assert "in the last round 0.4 before mixing, 0 after" in text
     assert "1 upload 0 rounds late, 1 upload 1 round late; the run took 2.0 s on the virtual clock" in text
     assert "Gradients, consensus and delays" not in render(read_run(write_run(tmp_path / "plain")))
-
-
-def test_a_page_says_which_models_diverged(tmp_path):
-    page = render(read_run(write_run(tmp_path / "run", not_finite={"ann": 4, "cyd": 1})))
-    assert "The models of 2 clients diverged: 5 pairs have no finite log-probability" in page
 
 
 def test_a_template_cannot_be_given_text_that_changes_the_page():

@@ -13,7 +13,6 @@ from prefed.train.losses import OBJECTIVES, PairBatch
 from prefed.train.losses.preference import outliers
 
 PDPO, DPO = OBJECTIVES["pdpo"], OBJECTIVES["dpo"]
-LOG3 = math.log(3)
 
 
 def margins(implicit: list[float], explicit: list[float]) -> PairBatch:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from prefed.core import Download, Key, Objective, Owner, Phase, Round, State, Tensors
 from prefed.merge import Aggregator, MergeConfig, lora
-from prefed.methods import METHODS, fedsdg
+from prefed.methods import METHODS
 from prefed.testing import Quadratic, QuadraticTrainer, Run, crowd, initial, simulate
 from prefed.train.losses import OBJECTIVES, PPO
 
@@ -121,42 +121,13 @@ def test_how_long_the_personal_phase_is(name):
 # FedPer, FedRep, FedBN
 
 
-def test_fedper_shares_the_first_blocks():
-    method, start = make("fedper", shared_layers=1)
-    shared = set(method.ownership.names(Owner.SHARED))
-    assert shared == {"lora/0/q/A", "lora/0/q/B"}
-    assert set(method.ownership.names(Owner.PERSONAL)) == set(start) - shared
-    (phase,) = run("fedper", rounds=1, clients=1, schedule="constant").phases
-    assert set(phase.train) == set(start)
-    assert (phase.optimizer.lr, dict(phase.rates)) == (5e-5, {"head/weight": 1e-4})
-    assert METHODS["fedper"].needs(METHODS["fedper"].Settings(personal_head=False)) == {"lora"}
-
-
 def test_fedrep_fits_the_head_first():
     first, second = run("fedrep", rounds=1, clients=1).phases
     assert (first.name, kinds(first.train), first.optimizer.lr) == ("personal", {"head"}, 1e-4)
     assert (second.name, kinds(second.train), second.optimizer.lr) == ("train", {"lora"}, 5e-5)
 
 
-def test_fedbn_keeps_norms():
-    outcome = run("fedbn", rounds=1, clients=1)
-    assert kinds(outcome.phases[0].train) == {"lora", "norm"}
-    assert kinds(outcome.private["client-0"].tensors["personal"]) == {"norm"}
-
-
 # Per-FedAvg, pFedMe: what a visit is made of
-
-
-def test_perfedavgs_rates_and_steps():
-    """Inner rates keep still under a schedule; the last of two rounds has half of the outer one."""
-    method, start = make("perfedavg", local_steps=2, lr_min=0.0, rounds=2)
-    outcome = simulate(method, crowd(1, start.layout.size), start, 2)
-    inner = [phase for phase in outcome.phases if phase.name.startswith("inner")]
-    outer = [phase for phase in outcome.phases if phase.name.startswith("outer")]
-    assert [phase.name for phase in outcome.phases[:4]] == ["inner/0", "outer/0", "inner/1", "outer/1"]
-    assert {(phase.steps, phase.optimizer.lr, phase.optimizer.name) for phase in inner} == {(5, 0.01, "sgd")}
-    assert [phase.steps for phase in outer] == [1, 1, 1, 1]
-    assert [phase.optimizer.lr for phase in outer] == pytest.approx([1e-3, 1e-3, 5e-4, 5e-4])
 
 
 @pytest.mark.parametrize(
@@ -194,11 +165,7 @@ def test_perfedavg_adapts_to_predict_unless_there_is_nothing_to_adapt_to():
 def test_settings_that_are_refused(subtests):
     for name, settings, message in (
         ("perfedavg", {"optimizer": "adam"}, "'sgd' or 'adamw'"),
-        (
-            "perfedavg",
-            {"optimizer": "adamw", "variant": "hf"},
-            "variant 'hf' requires optimizer 'sgd'; use variant 'first_order' with optimizer 'adamw'",
-        ),
+        ("perfedavg", {"optimizer": "adamw", "variant": "hf"}, "variant 'hf' requires optimizer 'sgd'"),
         ("perfedavg", {"momentum": 0.9}, "optimizer 'sgd' requires momentum = 0 and weight_decay = 0"),
         ("perfedavg", {"weight_decay": 0.1}, "optimizer 'sgd' requires momentum = 0 and weight_decay = 0"),
         ("perfedavg", {"objective": "ppo", "variant": "hf"}, "variant 'hf' does not support objective 'ppo'"),
@@ -219,12 +186,7 @@ def test_settings_that_are_refused(subtests):
     [
         ("fedamp", {}, {"rule": "krum"}, "rule 'mean'"),
         ("fedamp", {}, {"optimizer": {"name": "fedadam"}}, "optimizer 'none'"),
-        (
-            "pfedme",
-            {"server_mixing": 0.5},
-            {"lora": "flexlora"},
-            "lora 'flexlora' cannot be combined with server_mixing",
-        ),
+        ("pfedme", {"server_mixing": 0.5}, {"lora": "flexlora"}, "lora 'flexlora' cannot be combined"),
         ("fedsdg", {}, {"rule": "median"}, "rule 'median'"),
         ("fedsdg", {}, {"weights": "mass"}, "set alignment to 'off'"),
     ],
@@ -295,85 +257,7 @@ def test_fedamp_keeps_what_rested_as_the_client_was_sent_it():
 # FedSDG
 
 
-def test_fedsdgs_rates_and_penalties():
-    (phase,) = run("fedsdg", rounds=1, clients=1, lr=2e-3).phases
-    assert kinds(phase.train) == {"lora", "personal_lora", "gate"}
-    assert (phase.optimizer.name, phase.optimizer.lr, phase.optimizer.weight_decay) == ("adam", 2e-3, 0)
-    rates = {name: phase.rates.get(name, phase.optimizer.lr) for name in phase.train}
-    assert {rate for name, rate in rates.items() if "gate" in name} == {5e-3}
-    assert {rate for name, rate in rates.items() if "gate" not in name} == {2e-3}
-    assert [(p.kind, p.strength, kinds(p.names)) for p in phase.penalties] == [
-        ("gate", 1e-3, {"gate"}),
-        ("l2", 1e-4, {"personal_lora"}),
-    ]
-    slower = run("fedsdg", rounds=1, clients=1, personal_lr=1e-5, gate_lr=0.1).phases[0].rates
-    assert (slower["personal_lora/0/q/A"], slower["gate/2"]) == (1e-5, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        ({}, {"lora", "outputs", "personal_lora", "gate"}),
-        ({"branch": "factors"}, {"lora", "outputs", "personal_lora", "gate", "factors"}),
-        ({"head": "personal"}, {"lora", "outputs", "personal_lora", "gate", "head"}),
-        ({"personal": False, "branch": "factors"}, {"lora", "outputs"}),
-    ],
-)
-def test_what_fedsdg_needs_of_a_model(settings, parts):
-    assert METHODS["fedsdg"].needs(METHODS["fedsdg"].Settings(**settings)) == parts
-
-
-@pytest.mark.parametrize(("head", "owner"), [("shared", Owner.SHARED), ("personal", Owner.PERSONAL)])
-def test_fedsdgs_head_is_shared_or_personal(head, owner):
-    method, _ = make("fedsdg", head=head)
-    assert method.ownership.owners["head/weight"] is owner
-    (upload,) = run("fedsdg", rounds=1, clients=1, head=head).uploads
-    assert ("head/weight" in upload.tensors["model"]) == (head == "shared")
-
-
-def test_gates_are_read_from_the_private_state_by_block():
-    outcome = run("fedsdg", rounds=2, clients=1, gate_lr=1.0)
-    _, start = make("fedsdg")
-    state = outcome.private["client-0"]
-    expected = {b: torch.sigmoid(state.tensors["personal"][f"gate/{b}"]).item() for b in range(3)}
-    assert fedsdg.gates(state, start.layout) == expected
-    assert any(abs(value - 0.5) > 0.1 for value in expected.values())
-    assert fedsdg.gates(State(), start.layout) == {}
-
-
 # Ditto, pFedMe, FedALA
-
-
-def test_own_models_are_pulled_to_the_shared_one():
-    shared, own = run("ditto", rounds=1, clients=1, lam=0.3).phases
-    assert shared.proximal is None
-    assert own.proximal is not None
-    assert own.proximal.strength == 0.3
-    assert own.proximal.to.equal(make("ditto")[1])
-    assert run("ditto", rounds=1, clients=1, lam=0.0).phases[1].proximal is None
-    pulls = [phase.proximal for phase in run("pfedme", rounds=1, clients=1, local_steps=2).phases]
-    assert [pull.strength for pull in pulls if pull] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("name", ["ditto", "fedamp", "pfedme", "fedala"])
-def test_before_its_first_visit_a_client_predicts_with_the_shared_model(name):
-    method, start = make(name)
-    clients = crowd(2, start.layout.size)
-    untouched = Run(method.init_server(start), {c: method.init_client(start, c) for c in clients})
-    for model in untouched.models(method, clients, start).values():
-        assert model.equal(start)
-
-
-def test_fedalas_weights_are_learnt_once_there_is_a_model_of_ones_own():
-    outcome = run("fedala", rounds=1)
-    assert all((state.tensors["weights"].flat == 1).all() for state in outcome.private.values())
-    assert all("weighed" not in state.values for state in outcome.private.values())
-    outcome = run("fedala", rounds=2)
-    for state in outcome.private.values():
-        weights = state.tensors["weights"].flat
-        assert ((weights >= 0) & (weights <= 1)).all()
-        assert (weights < 1).any()
-        assert state.values["weighed"]
 
 
 # PPO on the baselines
@@ -408,13 +292,6 @@ def test_ppos_minibatches_and_passes(settings, steps, epochs, pairs):
     assert (phase.steps, phase.epochs, phase.batch_size, phase.accumulate) == (steps, epochs, pairs, 1)
 
 
-def test_ppos_settings_reach_the_phase():
-    (phase,) = run(
-        "fedper", rounds=1, clients=1, objective="ppo", objective_settings={"kl": 0.3, "target_kl": 0.0}
-    ).phases
-    assert phase.objective.settings == {**PPO.defaults, "kl": 0.3, "target_kl": 0.0}
-
-
 def test_ppo_is_for_the_baselines_alone(subtests):
     for name in METHODS:
         with subtests.test(name=name):
@@ -426,20 +303,6 @@ def test_ppo_is_for_the_baselines_alone(subtests):
 
 
 # All of them
-
-
-def test_defaults_are_those_of_the_papers(subtests):
-    for name in PERSONAL:
-        with subtests.test(name=name):
-            chosen = METHODS[name].Settings()
-            common = (chosen.batch_size, chosen.clip, chosen.betas, chosen.local_epochs)
-            assert common == (8, 1.0, (0.9, 0.999), 1)
-            if name in ("fedpdpo", "fedper", "fedrep", "fedamp"):  # D.3.1's choice for LoRA
-                assert chosen.lr == 5e-5
-            if name == "fedsdg":
-                assert (chosen.schedule, chosen.optimizer, chosen.lr) == ("constant", "adam", 1e-3)
-            else:
-                assert (chosen.schedule, chosen.lr_min, chosen.accumulate) == ("cosine", 1e-6, 2)
 
 
 @pytest.mark.parametrize("name", PERSONAL)

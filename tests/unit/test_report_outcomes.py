@@ -18,13 +18,10 @@ from prefed.runs.finished_run import EXAMPLES, Outcome, RunError, alignment_of, 
 from prefed.ui.pages.chart_data import Bars, Line
 from prefed.ui.pages.comparison_tables import print_comparison
 from prefed.ui.pages.outcomes import (
-    alignment_facts,
     epochs_table,
     generation_answers,
     generations_chart,
     judged_chart,
-    judged_table,
-    print_judged,
 )
 from prefed.ui.pages.page import render, write_page
 
@@ -152,19 +149,6 @@ def test_a_page_has_each_generations_answers(tmp_path: Path) -> None:
     assert page.index("So so.") < page.index("Just so.") < page.index("Quite so.")
 
 
-def test_an_alignment_by_a_judge_has_its_words(tmp_path: Path) -> None:
-    """Its labels count verdicts that failed, in place of pairs that are too long for a selector."""
-    labels = {name: count for name, count in ALIGNED["labels"].items() if name != "too_long"} | {"failed": 3}
-    path = write_run(tmp_path / "run")
-    (path / "align").mkdir()
-    (path / "align/summary.json").write_text(json.dumps({**ALIGNED, "labels": labels}))
-    outcome = alignment_of(path)
-    assert outcome is not None
-    facts = dict(alignment_facts(outcome))
-    assert facts["labelled by the judge"] == "6"
-    assert facts["without a label"] == "2 with equal completions, 3 without a usable verdict, 1 ties"
-
-
 def test_a_page_has_the_win_rate_its_interval_and_its_note(tmp_path: Path) -> None:
     page = re.sub(r"</?t[hd][^>]*>", "|", render(read_run(judged_run(tmp_path / "run"))))
     row = "|feddpo against base||reward:model||62.5%||50.0% to 75.0%||50.0%||8||2||1|||"
@@ -279,35 +263,3 @@ def test_a_page_says_what_an_alignment_counted(tmp_path: Path) -> None:
     aligned = alignment_of(path)
     assert aligned is not None
     assert [each.prompt for each in aligned.examples] == ["prompt 0", "prompt 4"]
-
-
-def test_an_alignment_without_held_out_prompts_has_no_agreement(tmp_path: Path) -> None:
-    path, train = write_run(tmp_path / "run"), ALIGNED["train"]
-    epochs = [{**epoch, "agreement": None} for epoch in train["epochs"]]
-    summary = {**ALIGNED, "train": {**train, "epochs": epochs}}
-    lines(path / "align/summary.json", summary)
-    assert "<td>0.5000</td><td></td>" in render(read_run(path))
-
-
-def test_runs_side_by_side_have_their_win_rates(tmp_path: Path) -> None:
-    runs = [read_run(judged_run(tmp_path / "a")), read_run(write_run(tmp_path / "b"))]
-    file = io.StringIO()
-    print_comparison(runs, Console(file=file, width=200))
-    assert re.search(
-        r"a +feddpo against base +reward:model +62.5% +50.0% to 75.0% +50.0% +8", file.getvalue()
-    )
-
-
-def test_a_note_is_one_line_also_where_it_has_a_semicolon(tmp_path: Path) -> None:
-    file, note = io.StringIO(), "length-controlled: all lengths are equal; it is the win rate"
-    print_judged({**SUMMARY, "note": note}, tmp_path, Console(file=file, width=200))
-    assert note in file.getvalue().splitlines()
-
-
-def test_an_interval_is_said_to_be_of_its_run(tmp_path):
-    """On the terminal and on the page: other prompts are in it, other seeds are not."""
-    file = io.StringIO()
-    print_judged(SUMMARY, tmp_path, Console(file=file, width=200))
-    table = judged_table([SUMMARY])
-    for words in (file.getvalue(), table.caption):
-        assert "The interval covers variation over prompts, not over seeds." in words

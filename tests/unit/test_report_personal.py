@@ -57,15 +57,6 @@ def test_a_profile_has_clients_in_rows_and_blocks_in_their_order(gated):
     assert profile.ends == "0.50 in block 0, 0.50 in block 11"
 
 
-def test_few_clients_are_a_heat_map_with_its_numbers(gated):
-    ((_, chart, _),) = clients.blocks(gated)
-    (panel,) = chart.panels
-    (cells,) = panel.shown
-    assert cells.values == [[0.25, 0.5, 1.0], [0.75, 0.25, 0.0]]
-    assert (cells.low, cells.high) == (0.0, 1.0)
-    assert (panel.x.names, panel.y.names, panel.title) == (["0", "1", "11"], ("ann", "cyd"), "gates")
-
-
 def test_a_heat_map_spans_its_data_and_says_so(tmp_path):
     """Gates between 0.50 and 0.53 would be one grey on a scale from 0 to 1."""
     gates = {"ann": {"0": 0.5, "1": 0.53}, "bob": {"0": 0.51, "1": 0.52}}
@@ -74,15 +65,6 @@ def test_a_heat_map_spans_its_data_and_says_so(tmp_path):
     (cells,) = plot.panels[0].shown
     assert (cells.low, cells.high) == (0.5, 0.53)
     assert (label, plot.caption.partition(". ")[0]) == ("Gates", "The scale ranges from 0.50 to 0.53")
-
-
-def test_equal_gates_are_a_line(tmp_path):
-    gates = {client: {"0": 0.5, "1": 0.5} for client in CLIENTS}
-    run = read_run(write_run(tmp_path / "run", personal={"gate": gates}))
-    ((_, line, table),) = clients.blocks(run)
-    assert line.startswith("Gates: 0.50 in every block of every client.")
-    assert len(table.rows) == 4
-    assert line.partition("'")[0] in render(run)
 
 
 def test_many_clients_are_a_median_and_where_they_lie(tmp_path):
@@ -94,15 +76,6 @@ def test_many_clients_are_a_median_and_where_they_lie(tmp_path):
     assert [y for _, y in half.points] == pytest.approx([0.5, 0.25])
     assert (everybody.low, everybody.high) == ([0.0, 0.0], [1.0, 0.5])
     assert (half.low, half.high) == (pytest.approx([0.25, 0.125]), pytest.approx([0.75, 0.375]))
-
-
-def test_a_client_without_one_of_the_blocks_is_a_gap(tmp_path):
-    gates = {"ann": {"0": 0.5}, "bob": {"0": 1.0, "1": 0.25}, "cyd": {}}
-    run = read_run(write_run(tmp_path / "run", personal={"gate": gates, "none": {}}))
-    assert list(run.profiles) == ["gate"]
-    assert run.profiles["gate"].means.tolist() == [0.75, 0.25]
-    page = render(run)
-    assert '<th scope="row">ann</th><td>0.50</td><td></td>' in page
 
 
 def test_the_page_says_which_layers_are_personal(gated):
@@ -133,12 +106,6 @@ def test_the_page_says_what_a_reward_head_comes_to(rewarded):
     }
 
 
-def test_a_run_without_either_says_nothing_of_them(tmp_path):
-    page = render(read_run(write_run(tmp_path / "run")))
-    for words in ("personalises", "reward head", "agreement"):
-        assert words not in page
-
-
 def test_shifts_are_a_chart_and_a_table_where_runs_have_them(tmp_path, gated):
     """The chart starts at 0, the base model. A run from before the metric has neither."""
     curves = {"chosen_shift": [1.0, -4.25], "rejected_shift": [-2.0, -9.0]}
@@ -155,12 +122,3 @@ def test_shifts_are_a_chart_and_a_table_where_runs_have_them(tmp_path, gated):
     table = means_table([run, gated], ["run", "gated"], *shifts)
     assert re.search(r"run +-4.250 +-9.000", printed(terminal(table)))
     assert (round_curves.shifts(gated), means_table([gated], ["gated"], *shifts)) == ([], None)
-
-
-def test_a_comparison_sets_reward_heads_side_by_side_where_runs_have_one(gated, rewarded):
-    _, heads = MEANS.items()
-    text = printed(terminal(means_table([gated, rewarded], ["gated", "rewarded"], *heads)))
-    assert re.search(r"accuracy +accuracy +agreement +margin +margin", text)
-    assert re.search(r"rewarded +0.750 +0.250 +0.125 +0.500 +0.438", text)
-    assert "gated" not in text
-    assert means_table([gated], ["gated"], *heads) is None

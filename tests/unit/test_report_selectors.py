@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from itertools import pairwise
@@ -12,18 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from finished import CLIENTS, write_run
-from prefed.runs.evaluate import Evaluation
+from finished import write_run
 from prefed.runs.finished_run import RunRecord, read_run
-from prefed.runs.metrics import VOTE, groupings_of
+from prefed.runs.metrics import VOTE
 from prefed.train.metrics import federated_metric
 from prefed.ui.pages import selector_agreement
 from prefed.ui.pages.chart_data import Bars, Line
-from prefed.ui.pages.comparison_tables import print_comparison
 from prefed.ui.pages.page import render
-from prefed.ui.pages.terminal import print_evaluation, print_result
 
 ALONE = ({"ann": 1.0, "bob": 0.5, "cyd": 0.0}, {"ann": 0.25, "bob": 0.5, "cyd": 0.75})
 """Each selector's accuracies."""
@@ -47,12 +42,6 @@ def selectors_run(path: Path, *groupings: dict[str, Any], **summary: Any) -> Run
 @pytest.fixture
 def run(tmp_path: Path) -> RunRecord:
     return selectors_run(tmp_path / "run", FIRST, SECOND)
-
-
-def printed(show: Any) -> str:
-    file = io.StringIO()
-    show(Console(file=file, width=200))
-    return file.getvalue()
 
 
 def test_agreement_by_hand(run: RunRecord) -> None:
@@ -91,33 +80,6 @@ def test_the_page_shows_clusters_moves_losses_and_agreement(run: RunRecord) -> N
     assert "|cyd||4||selector-1|" in page
     assert "scores higher than the rejected one, by selector 1." in page
     assert "mean score margin of the chosen response over the rejected response, in nats." in page
-
-
-def test_newcomers_have_a_column(tmp_path: Path) -> None:
-    names = ("majority_accuracy", "selector_0_accuracy", "selector_1_accuracy")
-    unseen = {name: federated_metric({"dee": k / 4}) for k, name in enumerate(names)}
-    run = selectors_run(tmp_path / "run", FIRST, unseen_selectors=unseen)
-    assert [each.newcomers for each in run.agreements] == [0.25, 0.5, 0.0]
-    table = selector_agreement.agreement_table(run.agreements, "test pairs")
-    assert table is not None
-    assert table.heads[-1] == "newcomers"
-    again = Evaluation("test pairs", {}, {}, {}, unseen_selectors=unseen)
-    assert re.search(r"selector-1 +0.500 +0.500", printed(lambda c: print_evaluation(again, "x", c)))
-
-
-def test_client_ids_cannot_break_the_page(tmp_path: Path) -> None:
-    nasty = "<script>alert('x')</script> & $a$"
-    clients = {nasty: (0.2, 0.3), "b": (0.1, 0.4)}
-    grouping = {**FIRST, "clusters": [[nasty], ["b"]], "moved": [nasty]}
-    page = render(selectors_run(tmp_path / "run", grouping, **figures_of(clients)))
-    assert page.count("<script") == 1
-    assert page.count("&lt;script&gt;") >= 3
-
-
-def figures_of(clients: dict[str, tuple[float, ...]]) -> dict[str, Any]:
-    names = ("baseline_accuracy", "preference_accuracy", "majority_accuracy")
-    names += ("selector_0_accuracy", "selector_1_accuracy")
-    return {name: federated_metric({c: v[0] for c, v in clients.items()}) for name in names}
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=7, max_size=7), min_size=1, max_size=6))
@@ -173,27 +135,3 @@ def test_of_very_many_clients_sizes_and_moves_are_drawn(tmp_path: Path) -> None:
     assert "Number of clients per cluster, and number of clients that moved at each grouping." in page
     assert "c0039 and 110 more" in page
     assert "c0040" not in page
-
-
-def test_the_terminal_after_a_run(run: RunRecord) -> None:
-    summary = {**run.summary, "dropped": 0, "reward_accuracy": federated_metric(dict.fromkeys(CLIENTS, 0.5))}
-    text = printed(lambda console: print_result(summary, console, groupings=groupings_of(run.rounds)))
-    assert re.search(r"selector-0 +2 +0.500 +0.000 +0.750 +0.000", text)
-    assert re.search(r"vote of all +0.417 +0.250", text)
-    assert "clusters of 2, 1 clients since round 2, when 1 client moved" in text
-    assert re.search(r"(?s)majority.*client +pairs +before +after", text)
-
-
-def test_runs_side_by_side(run: RunRecord, tmp_path: Path) -> None:
-    """Own selectors: mean of ¾, 1 and ¼ is ⅔. A run without selectors is in no table of selectors."""
-    other = read_run(write_run(tmp_path / "other"))
-    text = printed(lambda console: print_comparison([run, other], console))
-    assert re.search(r"run +2 +0.667 +0.500 +0.500 +0.417 +0.250 +2 +1", text)
-    assert "selectors" not in printed(lambda console: print_comparison([other, other], console))
-
-
-def test_a_figure_of_this_name_that_is_no_list_is_a_figure(tmp_path: Path) -> None:
-    """A method outside of prefed may report a number under "clusters"."""
-    run = read_run(write_run(tmp_path / "run", figures={"clusters": [2.0, 3.0]}))
-    assert run.groupings == ()
-    assert run.curve("clusters") == ([1, 2], [2.0, 3.0])

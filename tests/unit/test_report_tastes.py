@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from finished import write_run
 from prefed.runs.finished_run import RunError, read_run
-from prefed.train.metrics import federated_metric
 from prefed.train.metrics.run_warnings import COLLAPSE_REMEDY
 from prefed.ui.pages import tastes
-from prefed.ui.pages.page import render, write_page
-from prefed.ui.pages.terminal import print_result
+from prefed.ui.pages.page import write_page
 
 MEASURED: dict[str, Any] = {
     "clients": ["ann", "bob", "cyd"],
@@ -83,33 +79,6 @@ def test_what_clients_sent_is_shown_with_a_warning_where_it_is_not_their_taste()
     )
 
 
-def test_the_page_says_what_would_flatter_another_clients_z(tmp_path: Path) -> None:
-    """Judged pairs that it trains on, and the share of numbers that train; older files have neither."""
-    facts = dict(tastes.tastes_facts({**MEASURED, "met": 0.125, "trainable_share": 0.00185}))
-    assert facts["pairs that others train on"].startswith("12.5% of the evaluated pairs; ")
-    assert facts["trainable parameters"] == "0.18% of the frozen model's"
-    assert (
-        not {"pairs that others train on", "trainable parameters"}
-        & dict(tastes.tastes_facts(MEASURED)).keys()
-    )
-
-
-def test_the_pages_words_are_those_of_a_selector_with_tastes(tmp_path: Path) -> None:
-    """A selector scores: no figure of it is a likelihood, though it has an own and a shared model."""
-    shared = federated_metric({"ann": 0.5, "bob": 0.75})
-    figures = read_run(write_run(tmp_path / "run", **FEDBIS, shared_accuracy=shared)).figures
-    assert figures["preference_accuracy"].meaning.endswith("by the selector with the client's own taste")
-    assert figures["shared_accuracy"].meaning.endswith("by the selector with the population's taste")
-    assert not any("likel" in figure.meaning for figure in figures.values())
-
-
-def test_without_tastes_there_is_no_section(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run"))
-    assert run.tastes is None
-    assert 'id="tastes"' not in render(run)
-    assert "Latent tastes" not in render(run)
-
-
 def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
     got = {**MEASURED, "another": 0.745, "collapsed": True, "active_units": 3}
     another = "with another client's 0.745"
@@ -142,29 +111,6 @@ def test_one_client_without_prototypes_or_trust() -> None:
     ]
     assert ("are tastes informative", "unknown: there is only one client") in section["facts"]
     assert section["table"].rows == [("ann", ["0.750", "", "", ""])]
-
-
-def test_the_terminal_has_a_line(tmp_path: Path) -> None:
-    run, file = read_run(tasty_run(tmp_path / "run")), io.StringIO()
-    summary = {
-        "reward_accuracy": run.summary["preference_accuracy"],
-        "left_out": 0,
-        "dropped": 0,
-        "peak_memory_mb": 1.0,
-        "parameters": {"trainable": 1, "communicated": 1},
-        "split": "test",
-        **run.summary,
-    }
-    print_result(summary, Console(file=file, width=200), tastes=run.tastes)
-    assert "tastes: accuracy with own z 0.750, with another client's 0.375\n" in file.getvalue()
-
-
-def test_client_ids_cannot_break_the_page(tmp_path: Path) -> None:
-    nasty = "<script>alert('x')</script> & $a$"
-    text = json.dumps(MEASURED).replace('"ann"', json.dumps(nasty))
-    page = render(read_run(tasty_run(tmp_path / "run", **json.loads(text))))
-    assert page.count("<script") == 1
-    assert "&lt;script&gt;" in page
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -55,8 +55,5 @@ def test_a_folder_that_others_can_reach_is_refused(machine):
     base = machine / "tmp" / f"prefed-ray-{os.getuid()}"
     base.mkdir()
     base.chmod(0o755)
-    with pytest.raises(
-        PermissionError,
-        match="other users can access this folder, which would contain the run's data: remove it",
-    ):
+    with pytest.raises(PermissionError, match="other users can access this folder, which would contain"):
         unpack("run", lambda: pack({}))

@@ -107,9 +107,7 @@ def test_a_crash_while_repairing_is_repaired(tmp_path, monkeypatch):
 
 def test_a_full_directory_is_refused_with_advice(tmp_path):
     play(tmp_path / "run", 1)
-    with pytest.raises(
-        StoreError, match=r"already contains a run: resume it .*--resume, or resume=True.* another --out"
-    ):
+    with pytest.raises(StoreError, match=r"already contains a run: resume it .*--resume, or resume=True"):
         RunWriter(tmp_path / "run")
 
 
@@ -151,9 +149,7 @@ def test_the_page_of_a_start_that_was_taken_back_is_no_obstacle(tmp_path):
 
 def test_resuming_nothing_is_refused_with_the_runs_next_to_it(tmp_path):
     """A mistyped directory, one that is empty, and one among runs of other names; nothing is made there."""
-    with pytest.raises(
-        StoreError, match=r"mine contains no run to resume; to start a new run, omit --resume \(resume=True\)"
-    ):
+    with pytest.raises(StoreError, match=r"mine contains no run to resume; to start a new run, omit"):
         RunWriter(tmp_path / "mine", resume=True)
     play(tmp_path / "ward-a", 1)
     (tmp_path / "ward").mkdir()
@@ -162,9 +158,7 @@ def test_resuming_nothing_is_refused_with_the_runs_next_to_it(tmp_path):
         match=rf"no run to resume; did you mean {tmp_path}/ward-a\?; to start a new run, omit --resume",
     ):
         RunWriter(tmp_path / "ward", resume=True)
-    with pytest.raises(
-        StoreError, match=r"no run to resume \(runs next to it: ward-a\); to start a new run, omit --resume"
-    ):
+    with pytest.raises(StoreError, match=r"no run to resume \(runs next to it: ward-a\)"):
         RunWriter(tmp_path / "mine", resume=True)
     assert {path.name for path in tmp_path.iterdir()} == {"ward", "ward-a"}
     assert not list((tmp_path / "ward").iterdir())
@@ -198,9 +192,7 @@ def test_the_error_says_that_a_run_lost_its_checkpoint(tmp_path):
     play(tmp_path / "run", 1)
     (tmp_path / "run/checkpoint").rename(tmp_path / "elsewhere")
     for resume in (False, True):
-        with pytest.raises(
-            StoreError, match="has no checkpoint/, which is needed to continue the run: restore it"
-        ):
+        with pytest.raises(StoreError, match="has no checkpoint/, which is needed to continue the run"):
             RunWriter(tmp_path / "run", resume=resume)
 
 
@@ -265,11 +257,7 @@ def test_other_data_is_not_resumed(tmp_path):
         ),
         ("checkpoint/server@000002.safetensors", Path.unlink, "server's state of round 2 is missing"),
         # The odd client was last visited in round 1; without its state it would start over.
-        (
-            "checkpoint/clients/odd@000001.safetensors",
-            Path.unlink,
-            r"private state of round 1 is missing; restore .*odd@000001\.safetensors, or start",
-        ),
+        ("checkpoint/clients/odd@000001.safetensors", Path.unlink, r"missing; .*odd@000001\.safetensors"),
     ],
 )
 def test_damage_is_named(tmp_path, file, damage, words):

@@ -129,29 +129,13 @@ def test_paths_are_taken_from_the_file_that_names_them(table, tmp_path):
     [
         ("seeds = ", "seed = ", "seed: no such key; did you mean 'seeds'?"),
         ('text = "FedAvg"', 'txt = "FedAvg"', "rows.shared.txt: no such key; did you mean 'text'?"),
-        (
-            'sets = ["personal"]',
-            'sets = ["persona"]',
-            "rows.personal.sets: no set is called 'persona'; did you",
-        ),
+        ('sets = ["personal"]', 'sets = ["persona"]', "rows.personal.sets: no set is called 'persona'"),
         ('few = "Few"', 'fw = "Few"', "columns.fw: no set is called 'fw'; did you mean 'few'?"),
         ('few = "63.98"', 'fw = "63.98"', "rows.shared.paper: no column is called 'fw'; did you mean 'few'?"),
         ('"63.98" }\nclients', '"about 64" }\nclients', "should match pattern"),
-        (
-            'paper = { many = "87.41±0.20", few = "63.98" }',
-            'paper = "1"',
-            "rows.shared.paper: the table has columns",
-        ),
-        (
-            'clients.few = { client-0 = "63.98" }',
-            'clients.client-0 = "1"',
-            "rows.shared.clients: the table has col",
-        ),
-        (
-            '[columns]\nmany = "Many"\nfew = "Few"\n',
-            "",
-            "rows.shared.paper: the table has no columns; remove",
-        ),
+        ('paper = { many = "87.41±0.20", few = "63.98" }', 'paper = "1"', "rows.shared.paper: the table"),
+        ('clients.few = { client-0 = "63.98" }', 'clients.client-0 = "1"', "rows.shared.clients: the table"),
+        ('[columns]\nmany = "Many"\nfew = "Few"\n', "", "rows.shared.paper: the table has no columns"),
         ("[rows.shared]", "[rows.'a b']", "'a b' becomes a folder's name"),
         ("seeds = [1, 2]", 'judge = "luck"', "judge = 'luck': "),
     ],
@@ -166,9 +150,7 @@ def test_a_table_that_is_not_one_is_refused(table, old, new, message):
 
 def test_a_cell_that_is_no_experiment_is_named(table):
     path = table("set.rounds = 5", "set.method.lrr = 5")
-    with pytest.raises(
-        ConfigError, match=r"table\.toml, cell many/shared: method\.lrr: no such key; did you mean 'lr'"
-    ):
+    with pytest.raises(ConfigError, match=r"table\.toml, cell many/shared: method\.lrr: no such key"):
         load_cell(path, "many/shared")
 
 
@@ -189,9 +171,7 @@ def test_a_table_is_run_by_its_cells(table, tmp_path):
         listed = error(command, path)
         assert "is a table of 4 cells (many/shared, few/shared, many/personal, few/personal)" in listed
         assert "--cell" in listed
-        assert "no cell is called 'few/share'; did you mean 'few/shared'?" in error(
-            command, path, "--cell", "few/share"
-        )
+        assert "no cell is called 'few/share'" in error(command, path, "--cell", "few/share")
     single = HERE / "personas/base.toml"
     for command in ("run", "data"):
         message = error(command, single, "--cell", "few/shared")

@@ -12,7 +12,7 @@ from finished import write_run
 from prefed import Callback, Experiment, run
 from prefed.data.statistics import dataset_statistics
 from prefed.runs.finished_run import read_run
-from prefed.trackers.terminal import Terminal, stdout_console
+from prefed.trackers.terminal import Terminal
 from prefed.ui.cli import app
 from prefed.ui.cli.errors_and_interrupts import user_errors
 from prefed.ui.cli.models import print_responses
@@ -77,22 +77,6 @@ def test_dataset_statistics_in_80_columns(tmp_path):
     assert "…" not in text
 
 
-def test_runs_and_clients_in_80_columns(tmp_path):
-    long = "distilgpt2-harmless-from-helpful-fedpdpo-seed"
-    clients = dict.fromkeys(NAMES, (0.25, 0.5, 0.75))
-    runs = [read_run(write_run(tmp_path / f"{long}{k}", clients)) for k in (42, 43)]
-    labels = Compared(tuple(runs)).labels
-    text, first = narrow(lambda console: console.print(terminal(runs_table(Compared(tuple(runs)), labels))))
-    assert all(f"{long}{k}" in first for k in (42, 43))
-    assert text.count("4.0 kB") == 2
-    figures = list(runs[0].figures.values()) * 3
-    text, first = narrow(
-        lambda console: console.print(terminal(metrics_table("title", figures, runs[0].pairs)))
-    )
-    assert all(name.replace(" ", "") in first for name in NAMES)
-    assert "…" not in text
-
-
 def test_every_paper_of_the_methods_is_whole(monkeypatch):
     from prefed.methods import METHODS
 
@@ -109,16 +93,6 @@ def test_a_message_obeys_no_character_that_it_quotes(capsys):
     with pytest.raises(typer.Exit), user_errors():
         raise ValueError("a.jsonl: no column 'x\x1b[2J\u202e\ud800'\nlook there")
     assert capsys.readouterr().err == "error: a.jsonl: no column 'x\\x1b[2J\\u202e\\ud800'\nlook there\n"
-
-
-@pytest.mark.parametrize(("columns", "width"), [(None, 120), ("70", 70), ("200", 200)])
-def test_a_pipe_is_120_wide_unless_set_otherwise(monkeypatch, columns, width):
-    if columns is None:
-        monkeypatch.delenv("COLUMNS", raising=False)
-    else:
-        monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    assert stdout_console().width == width
 
 
 def test_a_run_from_elsewhere_steers_no_terminal(tmp_path):

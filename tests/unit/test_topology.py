@@ -248,10 +248,7 @@ def test_edges_from_a_file(tmp_path):
         ("a b\nb f\n", "line 2: no training client 'f'"),
         ("a b c\n", "line 1: expected two clients, found 3 words"),
         ("a b\n\nc c\n", "line 3: 'c' cannot be its own neighbour"),
-        (
-            "a b\nc d\nd e\n",
-            "not connected: it has 2 components, with no path from 'a' .in a component of 2 clients",
-        ),
+        ("a b\nc d\nd e\n", "not connected: it has 2 components, with no path from 'a' .in a component of 2"),
     ],
 )
 def test_wrong_edges_are_refused(tmp_path, text, message):
@@ -291,10 +288,7 @@ def test_a_matrix_from_a_file(tmp_path):
     ("rows", "message"),
     [
         ("1 0 0\n0 1 0\n0 0 1\n", "not connected"),
-        (
-            ".5 .5 0\n.3 .3 .4\n.1 .4 .5\n",
-            "not symmetric: 'a' gives 'b' the weight 0.5, and 'b' gives 'a' 0.3",
-        ),
+        (".5 .5 0\n.3 .3 .4\n.1 .4 .5\n", "not symmetric: 'a' gives 'b' the weight 0.5"),
         (".5 .5 0\n.5 .4 .2\n0 .2 .8\n", "not doubly stochastic: the weights of 'b' sum to 1.1"),
         ("1.5 -.5 0\n-.5 1 .5\n0 .5 .5\n", "has -0.5 for 'b' at 'a'"),
         ("1 nan 0\nnan 1 0\n0 0 1\n", "has nan for 'b' at 'a'"),
@@ -330,10 +324,7 @@ def test_a_sequence_must_be_connected_in_its_union():
         Topology(GraphConfig(**config, window=1), clients(4), Key(0)).check(3)
     with pytest.raises(ValueError, match=r"raise \[graph\] window"):
         Topology(GraphConfig(**config, window=1), clients(4), Key(0)).check()
-    with pytest.raises(
-        ValueError,
-        match=r"^\[graph\] name = 'erdos_renyi': the graph is not connected: it has.*raise \[graph\] probab",
-    ):
+    with pytest.raises(ValueError, match=r"^\[graph\] name = 'erdos_renyi': the graph is not connected"):
         Topology(GraphConfig(name="erdos_renyi", probability=0.01), clients(9), Key(0)).check()
     assert 0 < Topology(GraphConfig(**config), clients(4), Key(0)).rho < 1
 
@@ -346,14 +337,8 @@ def test_a_sequence_must_be_connected_in_its_union():
         ({"name": "edges"}, "set file for graphs 'edges' and 'matrix'"),
         ({"name": "ring", "file": "x"}, "and only for these"),
         ({"name": "ring", "changes": "redrawn"}, "cannot be redrawn"),
-        (
-            {"name": "matrix", "file": "x", "changes": "matching"},
-            "defines all weights; remove weights and changes",
-        ),
-        (
-            {"name": "matrix", "file": "x", "weights": "metropolis"},
-            "defines all weights; remove weights and changes",
-        ),
+        ({"name": "matrix", "file": "x", "changes": "matching"}, "defines all weights; remove weights"),
+        ({"name": "matrix", "file": "x", "weights": "metropolis"}, "defines all weights; remove weights"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):

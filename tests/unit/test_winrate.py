@@ -226,25 +226,10 @@ def test_every_case_has_an_answer_or_a_reason(rows):
     [
         ([1, 1, 1], [(1, 2), (5, 2), (9, 9)], 1.0, "equal to the win rate, because all outcomes are equal"),
         ([0.5, 0.5], [(1, 2), (5, 2)], 0.5, "equal to the win rate, because all outcomes are equal"),
-        (
-            [1, 0, 0.5, 1],
-            [(3, 3)] * 4,
-            0.625,
-            "equal to the win rate, because both texts always have equal length",
-        ),
+        ([1, 0, 0.5, 1], [(3, 3)] * 4, 0.625, "equal to the win rate, because both texts always have equal"),
         ([1, 0, 0.5, 1], [(3, 2)] * 4, None, "the same amount"),
-        (
-            [1, 1, 0, 0],
-            [(9, 1), (8, 1), (1, 2), (1, 9)],
-            None,
-            "a length threshold separates all wins from all losses",
-        ),
-        (
-            [1, 0.5, 0],
-            [(9, 1), (5, 5), (1, 9)],
-            None,
-            "a length threshold separates all wins from all losses",
-        ),
+        ([1, 1, 0, 0], [(9, 1), (8, 1), (1, 2), (1, 9)], None, "a length threshold separates all wins"),
+        ([1, 0.5, 0], [(9, 1), (5, 5), (1, 9)], None, "a length threshold separates all wins from all"),
     ],
 )
 def test_cases_without_a_fit(outcomes, lengths, rate, reason):

