@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+
+from prefed.core import files
 
 
 class Crash(BaseException):
@@ -39,3 +42,17 @@ def content(path):
         for file in path.rglob("*")
         if file.is_file() and file.name != "LOCK"
     }
+
+
+def crashed(folder, monkeypatch, play):
+    """The folder of each crash of ``play``, at a later operation each time, until it ends without one."""
+    for at in itertools.count(1):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "os", Failing(at))
+            try:
+                play(folder / f"crash{at}")
+            except Crash:
+                pass
+            else:
+                return
+        yield folder / f"crash{at}"

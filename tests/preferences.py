@@ -11,6 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from prefed.core import Key
+from prefed.data import DataConfig, Record
+from prefed.data.errors import ErrorCollector
+from prefed.data.sources import ReadCounts, read_records
 from prefed.data.synthetic import corpus
 
 CHATML = (
@@ -80,3 +83,14 @@ def pairs(count: int, **columns: Any) -> list[dict[str, Any]]:
         }
         for k in range(count)
     ]
+
+
+def read_source(source: Any, **settings: Any) -> tuple[list[Record], ReadCounts, ErrorCollector]:
+    """The records of a source, a path or a table, the counts of its rows, and what was wrong with those
+    that ``invalid = "drop"`` left out."""
+    train = source if isinstance(source, Mapping) else str(source)
+    config = DataConfig(train=train, partition={"by": "iid", "clients": 1}, **settings)
+    errors, counts = ErrorCollector(count_only=config.invalid == "drop"), ReadCounts()
+    records = [record for record, _ in read_records(config.train, config, "train", None, errors, counts)]
+    errors.raise_if_any()
+    return records, counts, errors

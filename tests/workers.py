@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
@@ -24,3 +25,8 @@ def make_place(folder):
     texts = [row["prompt"] + row["chosen"] for lines in rows.values() for row in lines]
     make_tiny(folder / "model", texts, Key(0), layers=2, width=32, heads=2, vocabulary=280, steps=2)
     return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("place"))

@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
+from commands import prefed_
 from experiment_scripts import EXPERIMENTS, script
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
-from prefed.ui.cli import app
 from preferences import jsonl
 
 
@@ -50,8 +49,7 @@ def test_a_cell_runs(place, cell):
     given += [f"data.{role}={place}/{role}.jsonl" for role in ("train", "test")]
     table, out = EXPERIMENTS / "distributed_dpo/figures.toml", place / cell.replace("/", "-")
     words = ["run", str(table), "--cell", cell, "--out", str(out)]
-    result = CliRunner().invoke(app, [*words, *(word for text in given for word in ("--set", text))])
-    assert result.exit_code == 0, result.output
+    prefed_(*words, *(word for text in given for word in ("--set", text)))
     last = json.loads((out / "rounds.jsonl").read_text().splitlines()[-1])
     assert {"global_loss", "gradient_norm", "kappa2", "zeta2", "paper_gap"} <= last.keys()
     assert ("consensus_after" in last) == (cell == "personas/ring")

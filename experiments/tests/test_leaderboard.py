@@ -22,7 +22,6 @@ from prefed.privacy.accountant import guarantee_of
 from prefed.runs import sweep_child
 from prefed.ui.pages.leaderboard import add, write_leaderboard
 from prefed.ui.pages.sweep import keep
-from prefed.ui.pages.tables import Table, markdown
 from preferences import jsonl
 
 BENCH = {path.stem: path for path in sorted((EXPERIMENTS / "bench").glob("*.toml"))}
@@ -158,15 +157,6 @@ def test_the_leaderboard_has_means_and_intervals_over_seeds(tmp_path):
     assert "the disk is full" not in page
 
 
-def test_a_bar_in_a_cell_is_no_column():
-    """In Markdown a bar is part of a cell if a backslash precedes it; one that is escaped stays as it is."""
-    rows = [("a | b", ["0.5"]), ("c \\| d", ["0.6"])]
-    assert markdown(Table("", ["row", "accuracy"], rows)).splitlines()[2:] == [
-        "| a \\| b | 0.5 |",
-        "| c \\| d | 0.6 |",
-    ]
-
-
 def add_and_write(out, cell, result):
     add(out, cell, result)
     write_leaderboard(out)
@@ -286,18 +276,6 @@ def test_what_cannot_be_a_method_is_refused(tmp_path, monkeypatch):
     assert "two tables have the same file name" in error("other/plain.toml", "--method", "local", code=2)
     assert "two methods have the same name" in error("--method", "local", "--method", "local", code=2)
     assert not Path("out").exists()
-
-
-def test_a_selected_cell_that_is_refused_is_a_result(tmp_path, monkeypatch):
-    """Central noise is not for local: the reason is shown and written, and no other method's result."""
-    monkeypatch.chdir(small_place(tmp_path))
-    noise = '\n[base.privacy]\nkind = "central"\nclip = 1.0\ndelta = 1e-3\nnoise_multiplier = 1.0\n'
-    Path("noise.toml").write_text(TASK + noise + '[base.merge]\nweights = "uniform"\n')
-    words = ("--out", "out", "--method", "local", "--method", "ditto", "--only", "local")
-    error = prefed_("sweep", "noise.toml", *words, code=1)
-    assert "every cell is refused:\nnoise local: [privacy] kind = 'central': local does not support" in error
-    board = json.loads(Path("out/leaderboard.json").read_text())
-    assert list(board["noise"]["methods"]) == ["local"]
 
 
 def test_the_published_leaderboard_is_what_a_sweep_writes(tmp_path):

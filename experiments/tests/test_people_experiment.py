@@ -105,17 +105,6 @@ def test_a_pair_of_arguments_is_in_one_part(prepared):
     assert kept == {"person-1": everything["person-1"], "person-2": 8, "person-3": 8}
 
 
-def test_other_files_are_refused(tmp_path):
-    message = script("people/prepare.py", corpus(tmp_path / "odd", "a3"), "--out", tmp_path, fails=True)
-    assert "is-it_yes.xml, pair 1: a vote for 'a3', not a1, a2 or equal" in message
-    (tmp_path / "odd/is-it_yes.xml").write_text("<list><annotatedArgumentPair/></list>")
-    message = script("people/prepare.py", tmp_path / "odd", "--out", tmp_path, fails=True)
-    assert "pair 1: <annotatedArgumentPair> has no <arg1>; is this a file of UKPConvArg1-full-XML?" in message
-    assert "no .xml files" in script("people/prepare.py", tmp_path, "--out", tmp_path, fails=True)
-    message = script("people/cuts.py", tmp_path / "no.gz", tmp_path / "no.gz", fails=True)
-    assert "prepare.py writes it" in message
-
-
 def runpy_people(name):
     """The names that a script of ``experiments/people`` defines."""
     with pytest.MonkeyPatch.context() as patch:
@@ -152,16 +141,6 @@ def test_the_mixed_model_finds_what_is_personal():
     # Knowing everybody's slopes would order more pairs than the shared ones do.
     own, common = (np.mean((x * each).sum(1) > 0) for each in (slopes[owner], slopes.mean(0)))
     assert module["possible_gain"](fit, x) == pytest.approx(own - common, abs=0.02)
-
-
-def test_exchanged_people_keep_their_debates():
-    module = runpy_people("reference")
-    rows = [{"prompt": f"{k % 3}"} for k in range(90)]
-    people = np.arange(90) % 7
-    found = module["shuffled"](rows, people, np.random.default_rng(0))
-    assert (found != people).any()
-    for debate in range(3):
-        assert sorted(found[debate::3]) == sorted(people[debate::3])
 
 
 def test_reference_points_of_a_known_taste(tmp_path):

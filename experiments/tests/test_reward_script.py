@@ -115,14 +115,3 @@ def test_the_limit_of_the_length_is_the_judges_too(model: Path, tmp_path: Path) 
     assert "max length 24)" in printed
     chosen, _ = RewardModel(str(out), torch.device("cpu")).encode("again " * 99, " I say yes", " no")
     assert len(chosen["input_ids"]) == 24
-
-
-def test_what_cannot_be_trained_on_is_refused(model: Path, tmp_path: Path) -> None:
-    out, one = tmp_path / "out", write(tmp_path / "one.jsonl", pairs(0, 1))
-    assert "0 pairs to train on and 1 held out" in script(
-        "reward_model.py", one, "--model", model, "--out", out, fails=True
-    )
-    assert "no such folder" in script(
-        "reward_model.py", one, one, "--model", tmp_path / "no", "--out", out, fails=True
-    )
-    assert not out.exists()

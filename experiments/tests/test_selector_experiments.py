@@ -11,14 +11,12 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
+from commands import prefed_
 from experiment_scripts import EXPERIMENTS, rows, script
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
-from prefed.ui.cli import app
 from preferences import jsonl
-
 
 # That they run, with a tiny model and small copies of the sets
 
@@ -124,24 +122,11 @@ def test_what_prepare_makes_of_questions(place):
     }
 
 
-def test_prepare_names_what_is_wrong(place, tmp_path):
-    wrong = jsonl(tmp_path / "rows.jsonl", [{"instruction": "Do it"}])
-    message = script("fedbiscuit/prepare.py", "alpaca", wrong, "--out", tmp_path, fails=True)
-    assert f"{wrong}, row 1: no output; is this a row of tatsu-lab/alpaca?" in message
-    message = script("fedbiscuit/prepare.py", "reddit", place / "eval.jsonl", fails=True)
-    assert "row 1: no history" in message
-    message = script("fedbiscuit/prepare.py", "tldr", place / "comparisons", place / "shp", fails=True)
-    assert "no info" in message
-    message = script("fedbiscuit/prepare.py", "saferlhf", place / "model", fails=True)
-    assert "has no file whose name begins with 'train'" in message
-
-
 def run_cell(table, cell, out, *sets):
     """The summary of a cell that the command line ran with these settings."""
     path = EXPERIMENTS / f"{table}.toml"
     words = [word for each in ("engine.threads=1", *sets) for word in ("--set", each)]
-    result = CliRunner().invoke(app, ["run", str(path), "--cell", cell, "--out", str(out), *words])
-    assert result.exit_code == 0, (result.output, result.exception)
+    prefed_("run", path, "--cell", cell, "--out", out, *words)
     return json.loads((out / "summary.json").read_text())
 
 
@@ -251,14 +236,6 @@ def test_clients_of_each_mix(mixed):
     for row in found:
         owners.setdefault(frozenset((row["chosen"], row["rejected"])), []).append(row["client"])
     assert len({tuple(sorted(pair)) for pair in owners.values()}) == 2
-
-
-def test_mixes_refuses_what_cannot_be_dealt(mixed):
-    files = (mixed / "train.jsonl", mixed / "test.jsonl", "--out", mixed)
-    message = script("selectors/mixes.py", *files, "--clients", 3, fails=True)
-    assert "--clients 3: give an even number, divisible by the 2 personas" in message
-    message = script("selectors/mixes.py", *files, "--clients", 4, "--pairs", 30, fails=True)
-    assert "4 times 55 pairs are asked for, and there are 40" in message
 
 
 @cache

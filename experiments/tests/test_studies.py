@@ -11,7 +11,7 @@ import pytest
 from experiment_scripts import EXPERIMENTS, script
 from finished import CLIENTS, config, write_run
 from prefed.merge.mixing_matrices import ConsensusFactors
-from prefed.runs.finished_run import RunError, find_runs, read_run
+from prefed.runs.finished_run import find_runs, read_run
 
 sys.path.append(str(EXPERIMENTS / "distributed_dpo"))
 studies = importlib.import_module("study_plots")
@@ -144,19 +144,6 @@ def test_the_race_of_servers(tmp_path):
             f"{name} ({name})": [at] for name, at in zip(("buffered", "synchronous"), seconds, strict=True)
         }
     assert "1 of 1 runs never" in " ".join(found.lines)
-
-
-def test_what_is_no_finished_run(tmp_path):
-    """In a folder it is left out; by its own name it is an error."""
-    path = make(tmp_path, "run")
-    half = make(tmp_path, "half")
-    (half / "summary.json").unlink()
-    assert [run.path for run in find_runs([tmp_path, path])] == [path]
-    with pytest.raises(RunError, match="is not finished"):
-        find_runs([half])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="no finished run in "):
-        find_runs([tmp_path / "empty"])
 
 
 def test_the_script_writes_plots_and_prints_their_numbers(tmp_path):

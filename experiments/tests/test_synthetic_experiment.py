@@ -4,13 +4,12 @@ import json
 import runpy
 
 import pytest
-from typer.testing import CliRunner
 
+from commands import prefed_
 from experiment_scripts import EXPERIMENTS, script
 from prefed.config.experiment_table import load_table
 from prefed.core import Key
 from prefed.data import synthetic
-from prefed.ui.cli import app
 
 TABLE = EXPERIMENTS / "synthetic/path.toml"
 SMALL = (
@@ -40,8 +39,7 @@ def runs(place):
         files = [f"data.{role}={place}/{role}.jsonl" for role in ("train", "test")]
         settings = (*files, f"model.name={place}/model", f"align.prompts={place}/prompts.jsonl", *SMALL)
         words = ["run", str(TABLE), "--cell", cell, "--out", str(place / f"{cell}-seed42")]
-        result = CliRunner().invoke(app, [*words, *(w for text in settings for w in ("--set", text))])
-        assert result.exit_code == 0, result.output
+        prefed_(*words, *(w for text in settings for w in ("--set", text)))
     return place / "oracle-seed42", place / "fedbis-seed42"
 
 
@@ -176,8 +174,7 @@ def test_the_cross_table_is_that_of_the_texts(place, cell):
     files = [f"data.{role}={place}/opposed/{role}.jsonl" for role in ("train", "test")]
     settings = (*files, f"model.name={place}/model", f"align.prompts={place}/prompts.jsonl", *SMALL)
     words = ["run", str(table), "--cell", cell, "--out", str(out), "--set", "align.generations=1"]
-    result = CliRunner().invoke(app, [*words, *(w for text in settings for w in ("--set", text))])
-    assert result.exit_code == 0, result.output
+    prefed_(*words, *(w for text in settings for w in ("--set", text)))
     prompts = ("--prompts", place / "test-prompts.jsonl", "--max-new-tokens", 40)
     printed = script("synthetic/cross.py", out, *prompts).splitlines()
     taste = next(iter(synthetic.opposed_tastes(Key(0).at("synthetic").at("opposed"), 2).values()))

@@ -11,7 +11,6 @@ import pytest
 from experiment_scripts import EXPERIMENTS, rows, script
 from preferences import jsonl
 
-
 # The clients of tastes.toml, and of the source's experiments
 
 SEEN = ("politically-liberal", "risk-averse", "interest-in-sports", "interest-in-math", "agreeableness")
@@ -85,12 +84,6 @@ def test_chat_changes_only_the_form_of_prompts(clients, tmp_path):
         {**row, "prompt": [{"role": "user", "content": "Q?"}]} for row in rows(clients / "half.test.jsonl.gz")
     ]
     assert rows(tmp_path / "half.test.jsonl.gz") == expected
-
-
-def test_clients_py_refuses_other_personas(clients):
-    only = jsonl(clients / "only.jsonl", [{"prompt": "", "chosen": "a", "rejected": "b", "persona": "x"}])
-    message = script("tastes/clients.py", only, only, "--out", clients, fails=True)
-    assert "no pairs of politically-liberal" in message
 
 
 def test_helpful_and_harmless_comparisons(tmp_path):

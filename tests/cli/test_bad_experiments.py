@@ -47,6 +47,7 @@ def refused(*words: str, code: int = 1) -> str:
     return result.stderr
 
 
+GROUPS = 'data.partition={{by="column",column="c",groups={{{}}}}}'
 VALUES = {
     "unknown table": ("modell.name=x", "modell: no such key; did you mean 'model'?"),
     "unknown key": ("method.lrr=1", "method.lrr: no such key; did you mean 'lr'?"),
@@ -58,32 +59,18 @@ VALUES = {
     "a list for a number": ("method.lr=[1]", "method.lr = [1]: should be a valid number"),
     "a table for a number": ("rounds={a=1}", "rounds: should be a valid integer"),
     "a number for a table": ("cohort=3", "cohort = 3: should be a table"),
-    "a number for text": ("model.name=3", "model.name = 3: should be a valid string"),
-    "a number for the method": ("method=3", "method = 3: should be a table"),
     "a fraction for a whole number": ("seed=1.5", "seed = 1.5: should be a valid integer"),
-    "true for a whole number": ("rounds=true", "rounds = True: should be a number"),
-    "false for a number or none": ("cohort.size=false", "cohort.size = False: should be a number"),
     "true for a number": ("method.lr=true", "method.lr = True: should be a number"),
     "negative": ("method.lr=-1", "method.lr = -1: should be greater than 0"),
-    "negative count": ("data.rows=-5", "data.rows = -5: should be greater than or equal to 1"),
-    "rank zero": ("model.lora.rank=0", "model.lora.rank = 0: should be greater than or equal to 1"),
     "NaN": ("method.lr=nan", "method.lr = nan: should be a finite number"),
-    "a list too short": ("method.betas=[0.9]", "method.betas.1: missing"),
-    "a share above one": ("cohort.fraction=1.5", "cohort.fraction = 1.5: should be less than or equal to 1"),
     "empty name": ("model.name=''", "model.name = '': should have at least 1 character"),
     "empty table of sources": ("data.train={}", "data.train: the table of sources"),
     "unknown method": ("method.name=fedpo", "no method is called 'fedpo'; did you mean 'feddpo'?"),
     "unknown merge rule": ("merge.rule=meen", "merge.rule = 'meen': should be 'mean', 'median'"),
     "unknown device": ("model.device=tpu", "model.device = 'tpu': should be one of 'auto'"),
     "partition without a kind": ("data.partition={clients=3}", "data.partition: "),
-    "a control character in a client's name": (
-        'data.partition={by="column",column="c",groups={"a\\u001b[31m"=["x"]}}',
-        "client name 'a\\x1b[31m' contains the control character U+001B",
-    ),
-    "a client without a name": (
-        'data.partition={by="column",column="c",groups={""=["x"]}}',
-        "empty client name",
-    ),
+    "a control character in a client's name": (GROUPS.format('"a\\u001b[31m"=["x"]'), "U+001B"),
+    "a client without a name": (GROUPS.format('""=["x"]'), "empty client name"),
     "an override without a value": ("nonsense", "--set nonsense: write key=value"),
     "an override through a value": ("data.train.path=x", "train is 'pairs.jsonl', not a table"),
     "an override with a broken key": ("a..b=1", "--set a..b=1: write key=value"),
@@ -104,20 +91,8 @@ def test_a_value_that_cannot_be(place: Path, subtests: pytest.Subtests) -> None:
 
 CONFLICTS = {
     "size and fraction": (["cohort={size=2,fraction=0.5}"], "cohort: give size or fraction, not both"),
-    "a source and a fraction": (
-        ["data.test=pairs.jsonl", "data.test_fraction=0.2"],
-        "set either test, for separate pairs, or test_fraction, for pairs taken from train",
-    ),
-    "nothing to train on": (
-        ["data.test_fraction=0.6", "data.validation_fraction=0.4"],
-        "the sum of validation_fraction and test_fraction must be less than 1",
-    ),
     "one source for each client": (["data.partition={by='source'}"], 'by = "source" requires train = {name'),
     "conflict by nothing": (["data.partition={by='conflict',clients=2}"], "needs either column"),
-    "conflict by both": (
-        ["data.partition={by='conflict',clients=2,flip=true,column='x'}"],
-        "a conflict needs either column (with two categories) or flip = true",
-    ),
 }  # fmt: skip
 
 
@@ -210,7 +185,6 @@ def test_a_directory_that_will_not_do(
 
 USAGE = {
     "no file": (["run"], "Missing argument"),
-    "no such command": (["runn", "exp.toml"], "No such command 'runn'"),
     "push of two": (["push", "run", "a/b", "--client", "a", "--selector", "0"], "give --client or --selector, not both"),
     "a licence without a card": (["export", "run", "--license", "mit"], "add --card"),
     "the aligned model of a selector": (["push", "run", "a/b", "--aligned", "--selector", "0"], "give --selector or --aligned, not both"),
@@ -219,15 +193,11 @@ USAGE = {
     "a judge of no grid": (["sweep", "t.toml", "--judge", "reward_accuracy"], "--judge requires --grid"),
     "evaluate both ways": (["evaluate", "run", "--split", "test", "--test", "a.jsonl"], "give --split or --test FILE"),
     "everyone of nothing": (["evaluate", "run", "--everyone"], "--everyone requires --test FILE"),
-    "generate from no probability": (["generate", "run", "--prompt", "a", "--top-p", "0"], "--top-p 0.0: must be above 0 and at most 1"),
-    "judge in no time": (["judge", "run", "--judge", "utility", "--prompts", "a", "--timeout", "0"], "--timeout 0: must be above 0"),
     "no such judge": (["judge", "run", "--judge", "utilty", "--prompts", "a"], "did you mean 'utility'?"),
     "export of two": (["export", "run", "--client", "a", "--selector", "0"], "give --client or --selector, not both"),
     "collect of nothing": (["collect"], "give --model NAME"),
     "theory of no graph": (["theory", "--graph", "rng"], "no such graph; did you mean 'ring'?"),
-    "no privacy at all": (["privacy", "exp.toml", "--epsilon", "0"], "--epsilon must be above 0"),
     "try to resume": (["run", "exp.toml", "--dry-run", "--resume"], "give --dry-run or --resume, not both"),
-    "loud and quiet": (["-v", "run", "exp.toml", "-q", "-v"], "give --quiet or --verbose, not both"),
 }  # fmt: skip
 
 

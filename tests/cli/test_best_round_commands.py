@@ -107,13 +107,6 @@ def test_commands_take_the_best_round(place, tmp_path):
     assert answer[0]["prompt"] == "Case 1:"
 
 
-def test_without_the_table_there_is_no_best_round(place):
-    for words in (("export",), ("evaluate",), ("generate", "--prompt", "x")):
-        command, *more = words
-        error = prefed_(command, place / "short", "--round", "best", *more, code=1)
-        assert "short has no best round, since it was run without [stop]" in " ".join(error.split())
-
-
 def test_a_run_that_stopped_does_not_go_on(place):
     """Not even with more rounds, or on another machine with less memory."""
     before = summary(place / "run")

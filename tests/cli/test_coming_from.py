@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import inspect
 import json
 import math
@@ -17,8 +15,8 @@ import pytest
 from peft import PeftModel
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
+from commands import prefed_
 from pages import blocks, commands
 from prefed.config import Experiment
 from prefed.config.new_file import example_pairs
@@ -27,7 +25,6 @@ from prefed.methods import METHODS
 from prefed.methods.base.lr_schedule import rate
 from prefed.models.tiny import make_tiny
 from prefed.train.losses import OBJECTIVES
-from prefed.ui.cli import app
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "coming-from"
 NAMES = ("trl", "flower", "openfedllm")
@@ -75,8 +72,7 @@ def follow(name: str, folder: Path) -> dict[str, Any]:
     (folder / "job.toml").write_text(job, "utf-8")
     for block in blocks(page(name), "console"):
         for words in commands(block) if "$ prefed" in block else ():
-            result = CliRunner().invoke(app, words)
-            assert result.exit_code == 0, f"{words}: {result.output}{result.exception!r}"
+            prefed_(*words)
     return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/*/summary.json")}
 
 
@@ -163,38 +159,3 @@ def test_every_key_that_a_page_names_is_one(name: str) -> None:
                     assert value.strip('"') in OBJECTIVES
     assert len(named) > 5
     assert named - KNOWN == set()
-
-
-def test_trl_s_side_names_what_trl_has() -> None:
-    """Every keyword of the page's script is one of the installed TRL's, and so is each row of its table."""
-    trl = pytest.importorskip("trl")
-    fields = {field.name for field in dataclasses.fields(trl.DPOConfig)}
-    parameters = {
-        "DPOConfig": fields,
-        "DPOTrainer": set(inspect.signature(trl.DPOTrainer.__init__).parameters),
-    }
-    (script,) = blocks(page("trl"), "python")
-    checked = 0
-    for call in ast.walk(ast.parse(script)):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in parameters:
-            assert {keyword.arg for keyword in call.keywords} <= parameters[call.func.id]
-            checked += 1
-    assert checked == 2
-    fields |= {field.name for field in dataclasses.fields(trl.KTOConfig)}
-    table = page("trl").partition("## Where a setting went")[2].partition("\n\n`rewards")[0]
-    for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
-        for word in re.findall(r"`([a-z_0-9]+)(?:=.*?)?`", row):
-            assert word in fields | parameters["DPOTrainer"], word
-
-
-def test_flower_s_side_names_what_flower_has(tmp_path: Path) -> None:
-    """Both programs of the page are imported: their names exist, and the apps know their functions."""
-    pytest.importorskip("flwr")
-    for script in blocks(page("flower"), "python"):
-        tree = ast.parse(script)
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("flwr"):
-                exec(compile(ast.Module([node], []), "page", "exec"), {})
-    strategies = __import__("flwr.serverapp.strategy", fromlist=["FedAvg"])
-    for name in re.findall(r"`(Fed\w+|\w*Krum)[(`]", page("flower")):
-        assert hasattr(strategies, name), name

@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from commands import prefed_
 from prefed.config import Experiment
 from prefed.data.synthetic_chat import PROMPTS
 from prefed.ui.cli import app, demo
@@ -25,14 +26,13 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "my [b] demo" / "fedsdg.toml"
-    first = CliRunner().invoke(app, words)
-    assert first.exit_code == 0, first.output
+    first = prefed_(*words)
     for word in ("oracle", "shared", "own", "before", "traffic "):
-        assert word in first.output
-    for text in (first.output, file.read_text()):
+        assert word in first
+    for text in (first, file.read_text()):
         assert "prefed run 'my [b] demo/fedsdg.toml'" in text
-    assert "in my [b] demo; what they like" in first.output
-    assert "report: my [b] demo/run-fedsdg/report.html" in first.output
+    assert "in my [b] demo; what they like" in first
+    assert "report: my [b] demo/run-fedsdg/report.html" in first
     run = tmp_path / "my [b] demo" / "run-fedsdg"
     assert (run / "report.html").stat().st_size > 10_000
     summary = json.loads((run / "summary.json").read_text())
@@ -49,8 +49,7 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
         changed = changed.replace(said, instead)
     file.write_text(changed)
     assert Experiment.load(file).method.name == "feddpo"
-    second = CliRunner().invoke(app, words)
-    assert second.exit_code == 0, second.output
+    prefed_(*words)
     assert file.read_text() == changed
     again = json.loads((run.with_name("run-fedsdg-2") / "summary.json").read_text())
     assert (again["method"], again["rounds"]) == ("feddpo", 1)
@@ -58,9 +57,8 @@ def test_the_demo_leaves_all_that_it_speaks_of(tmp_path: Path, monkeypatch: pyte
     own = tmp_path / "my [b] demo" / "train.jsonl"
     own.write_text('{"prompt": "p", "chosen": "c", "rejected": "r", "client": "x"}\n')
     mine = own.read_text()
-    third = CliRunner().invoke(app, words)
-    assert third.exit_code == 2
-    assert "contains other pairs than this demo's: choose another --out" in third.output
+    third = prefed_(*words, code=2)
+    assert "contains other pairs than this demo's: choose another --out" in third
     assert own.read_text() == mine
 
 
@@ -90,29 +88,26 @@ def test_a_given_model_answers_the_same_prompts_before_and_after(
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     words.save_pretrained(folder)
-    first = CliRunner().invoke(app, ["demo", "--model", "small"])
-    assert first.exit_code == 0, first.output
+    first = prefed_("demo", "--model", "small")
     for word in (*PROMPTS, "base model", "shared model", "ada's own model", "ben's own model"):
-        assert word in first.output
-    assert "oracle" not in first.output
+        assert word in first
+    assert "oracle" not in first
     page = (tmp_path / "prefed-demo-small" / "run-fedala" / "report.html").read_text("utf-8")
     assert all(prompt in page for prompt in PROMPTS)
     assert "ben&#39;s own model" in page
     pairs = Path("prefed-demo-small", "train.jsonl")
     pairs.write_text(pairs.read_text() * 2)
     twice = pairs.read_text()
-    other = CliRunner().invoke(app, ["demo", "--model", "other", "--out", "prefed-demo-small"])
-    assert other.exit_code == 2
+    other = prefed_("demo", "--model", "other", "--out", "prefed-demo-small", code=2)
     assert pairs.read_text() == twice
     file = Path("prefed-demo-small", "fedala.toml")
-    assert f"{file} trains another model, {folder}: choose another --out" in other.output
+    assert f"{file} trains another model, {folder}: choose another --out" in other
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["demo", "--model", "./none"])
-    assert result.exit_code == 1
-    assert "'./none': no such folder" in result.output
+    result = prefed_("demo", "--model", "./none", code=1)
+    assert "'./none': no such folder" in result
 
 
 def test_people_train_on_what_they_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +119,8 @@ def test_people_train_on_what_they_judged(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     words = ["demo", "--people", "."]
-    missing = CliRunner().invoke(app, words)
-    assert missing.exit_code == 2
-    assert "people.train.jsonl.gz: no such file; experiments/people/prepare.py writes it" in missing.output
+    missing = prefed_(*words, code=2)
+    assert "people.train.jsonl.gz: no such file; experiments/people/prepare.py writes it" in missing
     counts = {"d": (3, 2), "a": (1, 2), "c": (2, 1), "b": (2, 1)}
     for place, split in enumerate(demo.SPLITS):
         lines = [
@@ -136,9 +130,8 @@ def test_people_train_on_what_they_judged(tmp_path: Path, monkeypatch: pytest.Mo
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         Path(f"people.{split}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    assert "b: the longer argument in 2 of 2 pairs" in result.output
+    result = prefed_(*words)
+    assert "b: the longer argument in 2 of 2 pairs" in result
     rows = {
         split: Path(f"prefed-demo-people/{split}.jsonl").read_text().splitlines() for split in demo.SPLITS
     }

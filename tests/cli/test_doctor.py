@@ -57,14 +57,6 @@ def test_nothing_is_missing(place):
     assert not (place / "runs").exists()
 
 
-def test_a_system_without_affinities(place, monkeypatch):
-    """macOS has none."""
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    _, found = seen("exp.toml")
-    assert any("6 cores" in text for _, text in found.values())
-
-
 def test_everything_that_is_missing_is_named_at_once(place, monkeypatch):
     """The same messages as of the run, which would stop at the first one; the last line counts them."""
     monkeypatch.setattr("prefed.engines.backends.find_spec", lambda name: None)
@@ -86,21 +78,6 @@ def test_everything_that_is_missing_is_named_at_once(place, monkeypatch):
     lines = CliRunner().invoke(app, ["doctor", *words]).stdout.splitlines()
     assert lines[-1] == f"5 of {len(found)} checks failed"
     assert sum(line.startswith("missing") for line in lines) == 5
-
-
-def test_a_log_in_json_ends_with_the_verdict(place):
-    """As of every command: with the exit code if it is not 0. Standard output is as with -q."""
-    (place / "pairs.jsonl").unlink()
-    log, quiet = (
-        CliRunner().invoke(app, ["doctor", "exp.toml", *words]) for words in (["--log", "json"], ["-q"])
-    )
-    last = json.loads(log.stderr.splitlines()[-1])
-    assert (
-        (last["event"], last["level"], last["code"])
-        == ("error", "error", log.exit_code)
-        == ("error", "error", 1)
-    )
-    assert log.stdout == quiet.stdout == f"{last['message']}\n"
 
 
 def test_a_name_in_the_file_forges_no_line(place):
@@ -164,13 +141,6 @@ def test_data_need_the_package_that_reads_them(place, monkeypatch):
         assert f"needs the package {package}: pip install 'prefed[datasets]'" in text
         monkeypatch.undo()
         monkeypatch.chdir(place)
-
-
-def test_a_folder_that_cannot_be_written(place):
-    (place / "taken").touch()
-    code, found = seen("exp.toml", "--out", "taken/run")
-    assert code == 1
-    assert "taken is not a folder; choose another --out" in found["disk"][1]
 
 
 def test_extras_are_those_of_the_metadata(monkeypatch):

@@ -82,14 +82,6 @@ def test_what_all_share_is_an_adapter_as_the_run_itself_writes_it(place, tmp_pat
     assert merged.lm_head.weight is merged.transformer.wte.weight
 
 
-def test_a_revision_is_in_the_printed_lines(place, tmp_path):
-    """The base is read from a folder here, where a revision is not looked at."""
-    tree = small_experiment(place)
-    tree["model"]["revision"] = "v1"
-    run_experiment(Experiment.model_validate(tree), tmp_path / "run")
-    assert "revision='v1', dtype='float32')" in prefed_("export", tmp_path / "run")
-
-
 KEPT = {
     "run": "run contains the run; choose another --out",
     ".": "contains the run; choose another --out",

@@ -275,17 +275,6 @@ def test_files_are_private_and_hold_no_key(runs, place):
         assert path.is_dir() or KEY.encode() not in path.read_bytes(), path
 
 
-def test_no_rate_over_nothing(runs, place):
-    with serving(lambda text, number: answer("Hm.")) as server:
-        options = ("--against", place / "test.jsonl", "--column", "chosen", "--name", "n")
-        words = ("--judge", "endpoint:m", "--url", server.url, *options)
-        message = judge(runs / "feddpo", place, *words, code=1)
-    assert "nothing was judged: 6 of 6 prompts have no usable verdict" in message
-    assert "no verdict in the answer: Hm." in message
-    assert not (runs / "feddpo/judge/n/summary.json").exists()
-    assert rows(runs / "feddpo/judge/n/verdicts.jsonl")[0]["result"] == "failed"
-
-
 def test_equal_texts_are_no_rate_where_the_judge_failed():
     """A tie that nobody judged is half a win next to verdicts; with failures only it is not a rate of 0.5.
     Equal texts everywhere are a rate of 0.5."""
@@ -384,13 +373,6 @@ def test_the_aligned_model_of_a_run_is_judged(runs, place):
     assert any(row["text"] != row["against"] for row in one)
 
 
-def test_a_table_for_people(runs, place):
-    text = prefed_("judge", runs / "feddpo", "--judge", "utility", "--prompts", place / "test.jsonl")
-    assert "length-controlled" in text
-    assert "feddpo against base, judged by utility" in text
-    assert "verdicts: " in text
-
-
 def test_prompts_beyond_the_window_are_left_out_and_counted(runs, place, tmp_path):
     lines = (place / "test.jsonl").read_text().splitlines()
     long = json.dumps({"prompt": "word " * 2000})
@@ -417,11 +399,6 @@ REFUSED = (
     (("--judge", "endpoint:m", "--url", "nowhere"), "--url must be http:// or https:// with a host", 1),
     (SERVED[:2], TOGETHER, 2),
     (SERVED[2:], TOGETHER, 2),
-    (
-        (*SERVED, "--responses", "n", "--against", "x.jsonl", "--column", "chosen"),
-        "give --responses at most once for each model that generates responses",
-        2,
-    ),
     ((*SERVED, "--responses-key", "AWS_KEY"), "AWS_KEY: use OPENAI_API_KEY or PREFED_…API_KEY", 2),
 )
 
@@ -516,14 +493,6 @@ def test_a_server_generates_the_responses(runs, place, monkeypatch):
     }
     files = (path for path in (runs / "feddpo/judge").rglob("*") if path.is_file())
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
-
-
-def test_a_server_of_responses_that_is_not_there_is_named(runs, place):
-    with serving(prefers_o) as server:
-        url = server.url
-    words = ("--judge", "utility", "--responses", "m", "--responses-url", url)
-    message = judge(runs / "feddpo", place, *words, code=1)
-    assert re.search(rf"{url} cannot be reached .*; check --responses-url", message)
 
 
 def test_an_alignment_names_the_url_of_its_judge(selectors, place, tmp_path, monkeypatch):

@@ -228,15 +228,6 @@ def test_a_wrong_token_and_none(place, hub, monkeypatch):
     assert hub.seen == []
 
 
-def test_a_hub_that_is_not_there(place, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    got = prefed_("push", place / "feddpo", "ann/aligned", code=1)
-    assert "the request to http://127.0.0.1:9 failed (ConnectError" in got
-    assert "nothing was published" in got
-
-
 def test_the_token_is_written_nowhere(place, hub):
     prefed_("push", place / "feddpo", "ann/aligned")
     written = [path for path in place.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]

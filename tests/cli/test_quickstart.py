@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import pages
+from commands import prefed_
 from prefed.config import Experiment
 from prefed.config.new_file import PAIRS, example_file, example_pairs
 from prefed.core import Key
@@ -56,8 +56,7 @@ def test_the_page_can_be_followed_to_its_end(folder: Path) -> None:
     ran = []
     for block in blocks("console"):
         for words in pages.commands(block):
-            result = CliRunner().invoke(app, words)
-            assert result.exit_code == 0, f"{words}: {result.output}{result.exception!r}"
+            prefed_(*words)
             ran.append(words[0])
             if words[0] == "init":
                 file = folder / "first.toml"
@@ -104,19 +103,12 @@ def test_the_demo_s_federation_runs_with_other_methods(folder: Path) -> None:
     first = ["run", "prefed-demo/fedsdg.toml", "--out", "prefed-demo/run-fedsdg"]
     (block,) = blocks("console", "## What a personal model gains", "\n## ")
     for words in [first, *pages.commands(block)]:
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0, f"{words}: {result.output}{result.exception!r}"
+        prefed_(*words)
     methods = {
         path.name: json.loads((path / "summary.json").read_text())["method"] for path in folder.glob("runs/*")
     }
     assert methods == {"shared": "feddpo", "alone": "local"}
     assert (folder / "gains.html").exists()
-
-
-def test_a_starting_file_names_the_model(folder: Path) -> None:
-    result = CliRunner().invoke(app, ["init", "fedper", "--model", "my/model"])
-    assert result.exit_code == 0
-    assert tomllib.loads((folder / "fedper.toml").read_text("utf-8"))["model"]["name"] == "my/model"
 
 
 def test_an_example_of_every_method_loads(subtests: pytest.Subtests) -> None:
@@ -127,14 +119,6 @@ def test_an_example_of_every_method_loads(subtests: pytest.Subtests) -> None:
             assert experiment.model.name == "demo/model"
             assert experiment.method.name == method
             assert experiment.method.settings.lr == METHODS[method].Settings().lr
-
-
-@pytest.mark.parametrize("method", ["fedvpl", "fedvpa"])
-def test_an_example_with_a_latent_taste_has_short_visits_and_many_rounds(method: str) -> None:
-    """With one pass a visit and ten rounds z says nothing of its client."""
-    experiment = Experiment.parse(example_file(method, "pairs.jsonl"))
-    assert experiment.method.settings == METHODS[method].Settings()
-    assert experiment.rounds == METHODS[method].rounds
 
 
 def test_an_example_takes_no_file_s_place(folder: Path) -> None:

@@ -11,7 +11,6 @@ from datetime import datetime
 from threading import Thread
 
 import pytest
-from rich.console import Console
 from tests.cli.test_cli import place as place
 from typer.testing import CliRunner
 
@@ -21,7 +20,6 @@ import toy
 from prefed.core import Callback
 from prefed.store import RunReader
 from prefed.trackers.log import round_line
-from prefed.trackers.terminal import Terminal
 from prefed.ui.cli import app
 from prefed.ui.cli.output import print_progress
 
@@ -83,17 +81,6 @@ def test_verbose_is_over_with_its_command(place):
     got("-v", "run", "exp.toml", "--out", "a")
     assert got("methods", "-q")[0]
     assert got("run", "exp.toml", "--out", "b")[1] == ""
-
-
-def test_a_bar_and_lines_on_a_terminal(capsys):
-    record = {"round": 1, "loss": 0.5, "bytes_up": 1, "bytes_down": 2, "seconds": 0.25}
-    for lines in (True, False):
-        console = Console(force_terminal=True, width=100, highlight=False)
-        tracker = Terminal(console, lines=lines)
-        tracker.on_run_begin(0, 2)
-        tracker.on_round_end(record)
-        tracker.on_run_end()
-        assert ("round 1/2  loss 0.5000  up 1 B  down 2 B" in capsys.readouterr().out) == lines
 
 
 def log(path):

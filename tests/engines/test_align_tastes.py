@@ -1,6 +1,5 @@
 """Alignment with selectors that have a latent taste: whose taste labels, and a policy that takes tastes."""
 
-import contextlib
 import json
 import shutil
 from dataclasses import replace
@@ -28,7 +27,7 @@ from prefed.runs.align import align as align_run
 from prefed.runs.align import check_named_tastes
 from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate
-from prefed.runs.finished_run import RunError, alignment_of
+from prefed.runs.finished_run import RunError
 from prefed.runs.labels import make_judge, selectors_of
 from prefed.runs.loaded_run import load_run
 from prefed.runs.responses import Models
@@ -361,23 +360,6 @@ def infer_as(opened, client):
     return opened.job.trainer(client, 3, "predict")
 
 
-def test_the_summary_knows_generations(tasting, place):
-    """Counts are over all generations, and the figures of each epoch are there."""
-    summary = json.loads((tasting / "align/summary.json").read_text())
-    outcome = alignment_of(tasting)
-    assert outcome is not None
-    assert [row["generation"] for row in summary["train"]["epochs"]] == [1, 2]
-    assert summary["tastes"]["prototypes"] == 2
-    assert oct((tasting / "align/tastes.json").stat().st_mode)[-3:] == "600"
-    rewrite_tastes(tasting, collapsed=True)
-    code, output = command("align", tasting, "--resume")
-    assert (code, "of 2" in output, "have collapsed" in output) == (0, True, True), output
-    figures = summary["train"]["epochs"][summary["train"]["kept"] - 1]
-    assert (summary["train"]["held_out"], summary["train"]["answered"]) == (1, 1)
-    words = f"win rate {figures['win_rate']:.3f} over its start on 1 held-out prompt; "
-    assert f"generation {figures['generation']}, {words}" in output
-
-
 def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
     """Texts at two tastes are kept apart, and a run whose policy takes none says what to do."""
     prompts = place / "prompts.jsonl"
@@ -405,24 +387,3 @@ def test_a_judge_compares_a_taste_with_another(finished, tasting, place):
     assert (code, "has no model that takes tastes" in output) == (1, True), output
     code, output = command("judge", tasting, *words, "--criterion", "helpful")
     assert (code, "needs a language model as the judge" in output) == (2, True), output
-
-
-def test_a_judges_taste_is_in_the_default_name(tasting, place):
-    """So a cross table needs no --name."""
-    words = ("--judge", "selector:.", "--prompts", place / "prompts.jsonl", "--max-new-tokens", 4, "--json")
-    words = (*words, "--policy-taste", "w1")
-    sides, names = "tasting-aligned-taste-w1-against-base", {}
-    with contextlib.chdir(tasting):
-        for taste in ("w0", "w1", "mean"):
-            code, output = command("judge", tasting, *words, "--taste", taste)
-            assert code == 0, output
-            summary = json.loads(output)
-            names[taste] = summary["name"], summary["taste"]
-        assert names == {
-            "w0": (f"selector-.-taste-w0-{sides}", "w0"),
-            "w1": (f"selector-.-taste-w1-{sides}", "w1"),
-            "mean": (f"selector-.-{sides}", None),
-        }
-        other = ("--taste", "w1", "--name", names["w0"][0])
-        code, output = command("judge", tasting, *words, *other)
-        assert (code, "  taste: 'w0' → 'w1'" in output) == (1, True), output

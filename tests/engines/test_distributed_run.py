@@ -12,7 +12,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
 from typer.testing import CliRunner
 
-from finished import small_experiment, small_place
+from finished import small_experiment
 from plain_dpo import PlainDPO, flat, unflat
 from prefed import load_run
 from prefed.config import Experiment
@@ -24,11 +24,6 @@ from prefed.ui.cli import app
 SIZES, STEPS, LR, CLIP = [6, 4, 3, 3], 2, 0.05, 0.2
 METHOD = {"lr": LR, "clip": CLIP, "optimizer": "sgd", "weight_decay": 0.0, "batch_size": 64}
 METHOD |= {"local_epochs": STEPS}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return small_place(tmp_path_factory.mktemp("place"))
 
 
 def finish(place, path, name, *, rounds=3, **tables):

@@ -16,7 +16,7 @@ import prefed.runs.dry_run
 import prefed.runs.rounds
 import prefed.train.generation
 import toy
-from finished import small_experiment, small_place
+from finished import small_experiment
 from prefed import Experiment, run
 from prefed.core import Callback
 from prefed.core.files import WriteError
@@ -24,13 +24,7 @@ from prefed.core.wire import encode
 from prefed.engines import RoundError, Task
 from prefed.runs.dry_run import Trial, dry_run, steps_of
 from prefed.testing import QuadraticTrainer
-from prefed.train.generation import Completion
 from prefed.ui.cli import app
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return small_place(tmp_path_factory.mktemp("place"))
 
 
 def experiment(place, **changes):
@@ -150,37 +144,6 @@ def test_a_visit_is_as_long_as_its_phases(monkeypatch, method, settings, expecte
     assert expected in (None, seconds)
 
 
-@pytest.mark.parametrize("method", ["fedper", "feddpo", "local"])
-def test_answers_take_as_long_as_in_the_run(place, tmp_path, monkeypatch, method):
-    """Here a batch takes 5 s and 2 s a token of its longest answer, and every answer has the maximum length.
-    The oracle is the run: its models answer two prompts of ``[report]`` after rounds 1, 2, 4 and 5, and three
-    held-out ones after rounds 2, 4 and 5."""
-    clock, written = Clock(), []
-
-    def slow(backbone, tensors, prompts, how, keys, tastes):
-        clock.now += 5 + 2 * how.max_tokens
-        written.extend(prompts)
-        return [Completion([7] * how.max_tokens, None) for _ in prompts]
-
-    monkeypatch.setattr(prefed.runs.dry_run.time, "perf_counter", clock)
-    monkeypatch.setattr(prefed.train.generation, "complete_batch", slow)
-    for module in (prefed.runs.answers, prefed.train.generation):
-        monkeypatch.setattr(module, "surprises", lambda backbone, prompts, given: [1.0] * len(given))
-    settings = {"name": method, "lr": 0.01, "local_steps": 1, "batch_size": 4}
-    changes = {
-        "rounds": 5,
-        "evaluate": {"every": 2, "text": 3},
-        "report": {"prompts": ["Up?", "Down it goes?"]},
-    }
-    asked = experiment(place, method=settings, **changes)
-    found = dry_run(asked, tmp_path / "run")
-    clock.now = 0.0
-    written.clear()
-    run(asked, tmp_path / "run")
-    assert found.answers == {"number": len(written), "tokens": 64}
-    assert found.seconds_per_round["answers"] * 5 == pytest.approx(clock.now)
-
-
 REFUSED = {
     "cohort": ({"cohort": {"size": 9}}, r"\[cohort\] size = 9, but only 2 clients"),
     "model": ({"model": {"name": "none"}}, "none"),
@@ -188,10 +151,8 @@ REFUSED = {
     "stack": ({"engine": {"stack": 2}, "fast": False}, "stack = 2 .*: training uses the plain path"),
     "devices": ({"engine": {"devices": ["cuda:7"]}}, "cuda:7"),
     "device": ({"device": "cuda"}, r"\[model\] device = 'cuda' is not available"),
-    "workers": ({"device": "cuda", "engine": {"workers": 1}}, r"\[model\] device = 'cuda' is not available"),
     "report": ({"report": {"prompts": ["Case 1:"], "clients": ["nobody"]}}, "nobody"),
     "decdpo": ({"method": "decdpo", "merge": {"lora": "fedex"}}, "'fedex' needs a server, .* use 'fedit'"),
-    "plateau": ({"method": {"name": "decdpo", "schedule": "plateau"}}, "use 'constant' or 'cosine'$"),
     "noise": (
         {
             "privacy": {"kind": "local", "clip": 1.0, "noise_multiplier": 1.0, "delta": 0.1},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import toy
+from finished import small_experiment
 from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.core import Key
@@ -52,19 +53,13 @@ def place(tmp_path_factory):
 
 
 def experiment(place, method="feddpo", **changes):
-    tree = {
-        "seed": 3,
-        "rounds": 3,
-        "data": {
-            "train": str(place / "train.jsonl"),
-            "test": str(place / "test.jsonl"),
-            "partition": {"by": "column", "column": "worker"},
-        },
-        "model": {"name": str(place / "model"), "lora": {"rank": 2, "dropout": 0.1}},
-        "cohort": {"size": 2},
-        "method": {"name": method, "lr": 0.01, "local_steps": 2, "batch_size": 4},
-        "engine": {"threads": 1},
-    }
+    tree = small_experiment(
+        place,
+        rounds=3,
+        model={"name": str(place / "model"), "lora": {"rank": 2, "dropout": 0.1}},
+        cohort={"size": 2},
+        method={"name": method, "lr": 0.01, "local_steps": 2, "batch_size": 4},
+    )
     return Experiment.model_validate({**tree, **changes})
 
 

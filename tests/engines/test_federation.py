@@ -26,14 +26,9 @@ from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
 from toy import Warned, outcome
-from workers import make_place
+from workers import place as place
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")

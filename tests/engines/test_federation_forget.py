@@ -26,15 +26,10 @@ from prefed.privacy.secure import Identity
 from prefed.runs.finished_run import RunError
 from prefed.runs.forget import plan as plan_here
 from toy import outcome
-from workers import make_place
+from workers import place as place
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
 DATA = {"one": "w0", "two": "w1w2"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture

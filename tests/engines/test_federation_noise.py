@@ -22,7 +22,8 @@ from prefed.networks.federation.site_limits import RefusalError, check_experimen
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.privacy import clip_and_noise, guarantee_of
 from prefed.store import StoreError
-from workers import CLIENTS, make_place
+from workers import CLIENTS
+from workers import place as place
 
 pytest.importorskip("dp_accounting")
 
@@ -36,11 +37,6 @@ def private(place, rounds=2, **changes):
     return type(asked).from_tables(
         {**tables, "merge": {"weights": "uniform"}, "privacy": {**LOCAL, **changes}}, "the test"
     )
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
 
 
 def goes_on(experiment, place, folder, **options):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import toy
+from commands import prefed_
 from federating import Here, Within, experiment, site_config
 from prefed import run
 from prefed.core import Download, Key, files
@@ -32,15 +33,11 @@ from prefed.runs.export import write_model
 from prefed.runs.finished_run import RunError
 from prefed.ui.cli import app
 from toy import Warned
-from workers import CLIENTS, make_place
+from workers import CLIENTS
+from workers import place as place
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
 DATA = {"one": "w0", "two": "w1w2"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
 
 
 def configs(place, folder, **changes):
@@ -138,9 +135,8 @@ def says(words, code=0):
 
 
 def figures(words):
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    result = prefed_(*[str(word) for word in words])
+    return json.loads(result)
 
 
 def test_a_hub_says_what_it_has_of_tastes(tasty, place, tmp_path):
@@ -180,15 +176,6 @@ def test_a_hub_aligns_a_model_of_its_own(tasty, tmp_path):
     says(["align", tmp_path / "over", "--prompts", tmp_path / "prompts.jsonl", *words])
     summary = json.loads((tmp_path / "over/align/summary.json").read_text())
     assert (summary["prompts"]["kept"], summary["prompts"]["clients"]) == (6, 0)
-
-
-def test_a_hub_says_that_the_pairs_are_at_the_sites(finished, place):
-    folder, _ = finished
-    said = says(["evaluate", folder / "over"], 1)
-    assert "the pairs of this run are stored at its sites (one, two); to evaluate" in said
-    assert "the private state of client 'w0' is stored at site 'one'" in says(
-        ["evaluate", folder / "over", "--test", place / "w0.jsonl", "--everyone"], 1
-    )
 
 
 # What the hub sends, and what a site keeps of it
@@ -398,18 +385,6 @@ def test_the_command_writes_a_model_that_loads(place, tmp_path):
     assert "no run starts with 'zzzz'; the runs are" in says([*words, "--force"], 1)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["export", "site.toml"], "prefed site export requires --out DIR, the folder for the model"),
-        (["site.toml", "--client", "w0"], "--client requires `prefed site export CONFIG`"),
-        (["status", "site.toml", "--merge"], "--merge requires `prefed site export CONFIG`"),
-    ],
-)
-def test_words_that_do_not_go_together(words, message):
-    assert message in says(["site", *words], 2)
-
-
 def test_another_model_and_other_data_are_named(finished, place, tmp_path):
     """Pairs that changed do not matter as long as the site has its tokens: it has those of the run."""
     _, made = finished
@@ -434,9 +409,3 @@ def test_another_model_and_other_data_are_named(finished, place, tmp_path):
     shutil.copytree(Path(made["one"].state) / "cache", tmp_path / "one" / "cache")
     with pytest.raises(RunError, match="tiny is not the one used in run"):
         export_client(moved, tmp_path / "model")
-
-
-def test_a_site_without_a_run_says_so(place, tmp_path):
-    config = site_config(place, tmp_path, "w0")
-    with pytest.raises(RunError, match="contains no runs: this site has not taken part in any"):
-        export_client(config, tmp_path / "model")

@@ -14,7 +14,7 @@ from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import unpack
 from prefed.train.metrics import health_sentence
-from workers import make_place
+from workers import place as place
 
 TERMS = Terms("wards", ("one", "two"), wait=0.0)
 CLIENTS = {"one": {"w0"}, "two": {"w1", "w2"}}
@@ -34,11 +34,6 @@ class Recorded(Within):
         answer = super().call(site, request, timeout, most)
         self.answers.append(answer)
         return answer
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
 
 
 def rows(path):

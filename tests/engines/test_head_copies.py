@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from peering import experiment, make_place
+from peering import experiment
 from prefed import Experiment
 from prefed.core.wire import encode
 from prefed.engines import tasks
@@ -13,6 +13,7 @@ from prefed.engines.tasks import Task, run_task
 from prefed.runs.build import build_job
 from prefed.train.optimizer_steps import FlatOptimizer, PhaseSteps
 from workers import CLIENTS
+from workers import place as place
 
 VOCABULARY, WIDTH = 280, 32
 """Of the model that :func:`peering.make_place` makes; none of its other matrices is as large as its head."""
@@ -56,11 +57,6 @@ def only_new_objects():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
 
 
 def most(place, folder, method, monkeypatch, clients):

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 import pytest
 import tomli_w
-from typer.testing import CliRunner
 
+from commands import prefed_
 from federating import experiment as federated
 from federating import site_config
 from finished import small_experiment, small_place
@@ -20,14 +20,12 @@ from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.dry_run import dry_run
-from prefed.ui.cli import app
 from workers import make_place
 
 
 def said(*words):
-    result = CliRunner().invoke(app, list(map(str, words)))
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    return result.stdout
+    result = prefed_(*list(map(str, words)))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +69,6 @@ def test_it_is_on_the_terminal_and_in_the_log(place, finished):
     assert line in (place / "run/run.log").read_text()
 
 
-def test_it_is_in_the_summary_and_on_the_page(place, finished):
-    data = json.loads((place / "run/summary.json").read_text())["data"]
-    assert (data["rows"], data["pairs"], data["dropped"]) == (24, 19, {"too_long": 5})
-    assert data["cut"] == 0
-    said("report", place / "run")
-    assert "19 of 24 rows are used; left out: 5 longer than max_length" in (
-        place / "run/report.html"
-    ).read_text().replace("\n", " ")
-
-
 def test_a_dry_run_and_the_data_say_the_same(place, finished):
     (line,) = [line for line in finished.splitlines() if "19 of 24" in line]
     for words in (["run", place / "exp.toml", "--dry-run"], ["data", place / "exp.toml"]):
@@ -108,9 +96,8 @@ def test_new_files_are_their_clients(place, finished, tmp_path):
     assert own["clients"] == {"left": {"pairs": 4}}
     assert "columns not used: mood" in own["notes"]
     words = ["evaluate", str(place / "run"), "--test", str(place / "test.jsonl")]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 1
-    assert "no file is named after a client of the run ('left', 'right')" in result.stderr
+    result = prefed_(*words, code=1)
+    assert "no file is named after a client of the run ('left', 'right')" in result
     shown = json.loads(said(*words, "--everyone", "--json"))
     assert shown["clients"] == {"everybody": {"pairs": 8}}
 

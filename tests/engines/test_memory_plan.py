@@ -9,8 +9,8 @@ import tomli_w
 import torch
 from benchmarks import zoo
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2ForSequenceClassification, MixtralConfig
-from typer.testing import CliRunner
 
+from commands import prefed_
 from finished import small_experiment, small_place
 from prefed.core import Key
 from prefed.models import ModelConfig, load_causal, make_backbone
@@ -18,7 +18,6 @@ from prefed.runs.memory_plan import FOUR_BITS, PlannedModel
 from prefed.train import packed
 from prefed.train.forward_passes import PairModel
 from prefed.train.packed import PackedForward
-from prefed.ui.cli import app
 from small_models import VOCABULARY, Pair, Pairs, backbone, causal
 
 
@@ -188,9 +187,7 @@ def test_the_command(weightless, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     before = sorted(tmp_path.rglob("*"))
     run = ["run", "exp.toml", "--dry-run", "--device"]
-    result = CliRunner().invoke(app, [*run, "cuda:0.01GB", "--json"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads(prefed_(*run, "cuda:0.01GB", "--json"))
     assert (found["usable"], found["path"], found["pass_pairs"]) == (9_000_000, "packed", 4)
     own = found["variants"][0]
     assert own["bytes"]["weights"] == weightless
@@ -202,28 +199,17 @@ def test_the_command(weightless, tmp_path, monkeypatch):
     assert own["max_tokens"] == own["most_pairs"] * found["pair_tokens"]
     each = (9_000_000 - own["bytes"]["total"]) / (own["most_pairs"] - 4)
     assert 0.5 * own["bytes"]["kept"] / 4 < each < 3 * own["bytes"]["kept"] / 4
-    shown = CliRunner().invoke(app, [*run, "cuda:0.01GB"]).stdout.splitlines()
-    assert f"the largest [engine] max_tokens is {own['max_tokens']:,}" in shown[-2]
-    assert shown[-1] == "estimated without weights or a GPU; nothing was written"
-    result = CliRunner().invoke(app, [*run, "cuda:0.0001GB", "--quiet"])
-    assert result.stdout.startswith("no pair fits in the 90.0 kB of cuda:0.0001GB that tensors can use: ")
+    assert "no pair fits in the 90.0 kB" in prefed_(*run, "cuda:0.0001GB", "--quiet")
     assert sorted(tmp_path.rglob("*")) == before
     shutil.rmtree(tmp_path / "model")
-    for words, message in (
-        ([*run, "cpu"], "give a GPU with its memory, such as cuda:80GB"),
-        (["run", "exp.toml", "--device", "cuda:80GB"], "--device requires --dry-run"),
-    ):
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code
-        assert message in result.output.replace("\n", " ")
+    assert "give a GPU with its memory, such as cuda:80GB" in prefed_(*run, "cpu", code=1)
 
 
 def own_plan(*settings):
     """The plan of the experiment with these settings, and its row without changes."""
     words = ["run", "exp.toml", "--dry-run", "--device", "cuda:1GB", "--json"]
-    result = CliRunner().invoke(app, [*words, *(word for each in settings for word in ("--set", each))])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    result = prefed_(*words, *(word for each in settings for word in ("--set", each)))
+    found = json.loads(result)
     return found, found["variants"][0]
 
 

@@ -15,7 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from commands import prefed_
-from finished import small_experiment, small_place
+from finished import small_experiment
 from pages import blocks
 from prefed import Callback, ConfigError, Experiment, run
 from prefed.core import Key
@@ -33,12 +33,6 @@ from prefed.methods import MethodKind, fedper
 METHOD = MethodKind("own", "FedPer", personal=True, module=__name__)
 SOURCE, Settings, needs, build = fedper.SOURCE, fedper.Settings, fedper.needs, fedper.build
 '''
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Two clients with 8 training and 4 test pairs each."""
-    return small_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +251,6 @@ def test_bad_rows_are_named_by_client_and_number(kind, layout, named, tmp_path):
     [
         ([{"prompt": "Q"}], ConfigError, "set partition, e.g."),
         ({"train": [], "valid": []}, ConfigError, "keys 'train', 'valid': it needs 'train', and"),
-        ({"test": {"a": []}}, ConfigError, "keys 'test': it needs 'train'"),
         ({"a": "a.jsonl"}, TypeError, r"data\['a'\] must be a datasets.Dataset.*not str; for a file, set"),
         (5, TypeError, "^data must be a datasets.Dataset, a pandas.DataFrame or a list of dicts, not int;"),
         ({"a": []}, DataError, r"data\['a'\]: there are no rows; add some, or remove this source"),

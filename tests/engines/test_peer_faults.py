@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 import prefed.store.writer
-from peering import Fails, end_of, experiment, free_port, make_place, meet, peers, started, whole
+from peering import Fails, end_of, experiment, free_port, meet, peers, started, whole
 from prefed.core import Callback
 from prefed.engines import validation
 from prefed.engines.base_rounds import Course
@@ -28,11 +28,7 @@ from prefed.ui.cli import federation as peer
 from prefed.ui.cli import output
 from toy import records
 from waiting import WATCHDOG, until
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("place"))
+from workers import place as place
 
 
 @pytest.fixture

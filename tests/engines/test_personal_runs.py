@@ -2,14 +2,11 @@
 
 import json
 import math
-import re
 from dataclasses import replace
-from io import StringIO
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 import toy
 from finished import logprobs, small_experiment, small_place
@@ -17,11 +14,8 @@ from prefed import Experiment, run
 from prefed.core.wire import encode
 from prefed.engines import Task, run_task
 from prefed.runs.evaluate import evaluate, evaluate_file
-from prefed.runs.finished_run import read_run
 from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
-from prefed.ui.pages.page import render
-from prefed.ui.pages.terminal import print_result
 
 CLIENTS = ("left", "right")
 
@@ -187,20 +181,3 @@ def test_the_summary_has_fedalas_weights(place):
 def test_methods_without_figures_of_blocks_report_none(place):
     assert "personal" not in summary_of(place / "fedrep")
     assert not (place / "fedrep/checkpoint/personal.json").exists()
-
-
-def test_a_run_ends_with_what_is_personal_in_it(place):
-    """On the terminal and on the page: gates and weights by block, the reward head's figures."""
-    for name, pattern in (
-        ("products", r"gates, mean over clients: 0\.\d\d in block 0, 0\.\d\d in block 1 \(weight of a "),
-        ("fedala", r"weights of the shared model, mean over clients: \d\.\d\d in block 0"),
-        ("fedpdpo", r"explicit accuracy [\d.]+, agreement [\d.]+, margin"),
-    ):
-        console = Console(width=160, record=True, file=StringIO())
-        print_result(summary_of(place / name), console)
-        text = console.export_text()
-        assert re.search(pattern, text)
-        assert ("explicit margin" in text) == (name == "fedpdpo")
-        page = render(read_run(place / name))
-        assert ("Personalised layers" in page) == (name != "fedpdpo")
-        assert ("Metrics of the explicit reward head" in page) == (name == "fedpdpo")

@@ -16,7 +16,7 @@ import outside
 import peering
 from commands import prefed_
 from federating import Here, Within, site_config
-from finished import small_experiment, small_place
+from finished import small_experiment
 from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.core import plugins
@@ -39,11 +39,6 @@ from workers import make_place
 
 METHOD = outside.LG_FEDAVG
 TRAP = "from pathlib import Path\nPath({!r}).touch()\n"
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return small_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")
@@ -244,13 +239,6 @@ def test_a_package_may_import_its_neighbours(tmp_path, monkeypatch):
     error = prefed_("init", "lgneedy.method:METHOD", code=2)
     assert "No module named 'lghelper'" in error
     assert "neighbours" not in error
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(file, tmp_path):
-    run(Experiment.load(file), tmp_path / "whole")
-    run(Experiment.load(file, ["rounds=1"]), tmp_path / "parts")
-    run(Experiment.load(file), tmp_path / "parts", resume=True)
-    assert numbers(tmp_path / "whole") == numbers(tmp_path / "parts")
 
 
 def test_a_changed_file_is_named_on_resume_and_on_evaluation(file, tmp_path):

@@ -3,34 +3,25 @@
 import json
 import shutil
 import stat
-from types import SimpleNamespace
 
 import pytest
 
 from federating import Here, Within, experiment, open_sites
-from finished import small_experiment, small_place
+from finished import small_experiment
 from prefed import Experiment, load_run, read_run, run
 from prefed.config import ConfigError
 from prefed.core import Callback
 from prefed.models import ModelConfig
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
-from prefed.networks.peers.rendezvous import Place
-from prefed.networks.peers.run import run_peer
 from prefed.runs.export import Export
 from prefed.runs.responses import Models
 from prefed.train.generation import Sampling
 from prefed.ui.pages.card import model_card
-from prefed.ui.pages.outcomes import answers
 from prefed.ui.pages.page import public_page, render, write_page
 from workers import make_place
 
 PROMPTS = ["Case 3:", "Case 17:"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return small_place(tmp_path_factory.mktemp("place"))
 
 
 def fedper(place, rounds=3, **report):
@@ -111,18 +102,6 @@ def test_more_rounds_leave_no_answers_of_what_was_the_last(place, finished, tmp_
     assert {row["round"] for row in rows(tmp_path / "run")} == {0, 1, 2, 4}
 
 
-def test_cut_answers_are_marked(finished):
-    """Runs of earlier versions do not say which answers ended: none of theirs is marked."""
-    record = read_run(finished)
-    some = [row for row in record.answers if row.holder is None and row.prompt == record.answers[0].prompt]
-    for ended, words in ((True, ""), (False, " [cut]"), (None, "")):
-        changed = [row.model_copy(update={"text": "We go", "ended": ended}) for row in some]
-        first, *_ = answers(SimpleNamespace(answers=tuple(changed)))
-        assert [texts for _, texts, _ in first.rows] == [["We go" + words] * len(first.heads)]
-        assert ("[cut] marks answers" in first.note) == bool(words)
-        assert first.note.endswith("No client uses the shared model by itself: each has its own.")
-
-
 def test_page_and_cards_show_them_and_a_public_page_does_not(finished, tmp_path):
     record = read_run(finished)
     page = render(record)
@@ -147,17 +126,6 @@ def test_page_and_cards_show_them_and_a_public_page_does_not(finished, tmp_path)
         assert all(line in after for line in text.strip().split())
 
 
-def test_a_damaged_file_is_named(finished, tmp_path):
-    copy = tmp_path / "run"
-    copy.mkdir()
-    for name in ("config.toml", "rounds.jsonl", "summary.json"):
-        (copy / name).write_bytes((finished / name).read_bytes())
-    assert read_run(copy).answers == ()
-    (copy / "answers.jsonl").write_text('{"round": "one"}\n')
-    with pytest.raises(ValueError, match=r"answers\.jsonl is damaged: line 1: round: "):
-        render(read_run(copy))
-
-
 def test_a_method_without_personal_models_has_the_shared_answers_alone(place, tmp_path):
     table = {"prompts": "Case 3:", "max_new_tokens": 4}
     run(Experiment.model_validate(small_experiment(place, report=table)), tmp_path / "run")
@@ -178,17 +146,8 @@ def test_a_method_without_personal_models_has_the_shared_answers_alone(place, tm
 def test_what_cannot_be_answered_is_refused_before_the_first_round(place, tmp_path, report, message):
     with pytest.raises(ConfigError) as error:
         run(fedper(place, **report), tmp_path / "run")
-    assert str(error.value) == message
+    assert str(error.value).startswith(message)
     assert not (tmp_path / "run").exists()
-
-
-def test_selectors_and_peers_have_no_such_table(place, tmp_path):
-    with pytest.raises(ConfigError, match=r"\[report\]: fedbis trains no model that writes text: remove it"):
-        Experiment.model_validate(small_experiment(place, method="fedbis", report={"prompts": PROMPTS}))
-    alone = Experiment.model_validate(small_experiment(place, method="decdpo", report={"prompts": PROMPTS}))
-    text = r"\[report\] needs the models of several clients, and a peer has only its own: remove it"
-    with pytest.raises(ValueError, match=text):
-        run_peer(alone, tmp_path / "run", Place(0, 2, "localhost", 1))
 
 
 def test_a_federations_hub_has_the_shared_models_answers_alone(tmp_path, monkeypatch):

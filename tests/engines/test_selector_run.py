@@ -1,7 +1,6 @@
 """FedBis and FedBiscuit on a real, tiny language model: what a run leaves, and what can be done with it."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 
 import toy
 from prefed import ConfigError, Experiment, run
-from prefed.runs.dry_run import dry_run
 from prefed.runs.evaluate import evaluate, evaluate_file
 from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.loaded_run import load_run
@@ -154,33 +152,3 @@ def test_fedbis_shares_one_selector(place, tmp_path):
     common = evaluate_file(opened, str(place / "test.jsonl"), everyone=True)
     assert list(common.pairs) == ["everybody"]
     assert np.isfinite(common.figures["choice_loss"]["mean"])
-
-
-def test_a_newcomer_takes_the_selector_that_suits_it(place, tmp_path):
-    chosen = biscuit(place, cohort={"size": 2}, evaluate={"unseen": ["w1"], "unseen_steps": [0]})
-    result = run(chosen, tmp_path / "run")
-    opened = load_run(tmp_path / "run", data=True)
-    data, trainer = opened.trainers.dataset.clients["w1"], opened.trainers.pair_trainer
-    models = list(opened.published_models.values())
-    from prefed.core import Objective
-
-    losses = [trainer.loss(model, Objective("choice"), data.train) for model in models]
-    best = models[int(np.argmin(losses))]
-    expected = trainer.score(best, data.test).metrics()["preference_accuracy"]
-    assert result.summary["unseen_accuracy"]["0"]["per_client"] == {"w1": expected}
-    assert replace(opened.job, unseen=()).jury == ("selector-0", "selector-1")
-
-
-def test_selectors_that_learn_from_the_same_clients_are_warned_of(place, tmp_path, caplog):
-    """A run and a dry run warn where every client is in each cohort. They do not with two of three clients,
-    without a grouping, or with one selector."""
-    alike = "differ only in the order of their batches"
-    some, one = {"cohort": {"size": 2}}, BISCUIT | {"selectors": 1}
-    for asked in (biscuit(place, **some), biscuit(place, rounds=2), selectors(place, one)):
-        dry_run(asked, tmp_path / "run")
-    assert alike not in caplog.text
-    dry_run(biscuit(place, cohort={}), tmp_path / "run")
-    assert alike in caplog.text
-    assert "[cohort] size below 3" in caplog.text
-    run(biscuit(place, rounds=3, cohort={}), tmp_path / "run")
-    assert alike in (tmp_path / "run/run.log").read_text()

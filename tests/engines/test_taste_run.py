@@ -1,7 +1,6 @@
 """FedVPA-GP and FedVPL on a real, tiny language model: whole runs, their evaluations and their tastes."""
 
 import json
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +21,7 @@ from prefed.runs.finished_run import RunError, read_run
 from prefed.runs.labels import selectors_of
 from prefed.runs.loaded_run import load_run
 from prefed.runs.start_or_resume import settings_digest
-from prefed.runs.tastes import any_taste, at_taste, measure_tastes, published_taste, read_tastes, server_taste
+from prefed.runs.tastes import at_taste, measure_tastes, read_tastes
 from prefed.store import RunReader
 from prefed.train import PairTrainer
 from prefed.ui.cli import app
@@ -270,39 +269,6 @@ def test_newcomers_judge_by_a_taste_that_is_asked_for(met, monkeypatch):
     assert len({tuple(model[Z].tolist()) for model in models.values()}) == 4
 
 
-def test_an_evaluation_names_the_taste_that_judged(met):
-    """In the title, in the column and in JSON; without ``--taste`` JSON has no such key."""
-    path = str(met.record.path)
-    shown = CliRunner().invoke(app, ["evaluate", path, "--taste", "population"], env={"COLUMNS": "200"})
-    assert "run, taste population: preference accuracy on test pairs" in shown.output
-    assert "own" not in shown.output
-    assert re.search(r"population +1 +\d", shown.output)
-    shown = CliRunner().invoke(app, ["evaluate", path, "--taste", "population", "--client", "w1", "--json"])
-    got = json.loads(shown.output)
-    assert got["taste"] == "population"
-    assert list(got["unseen_accuracy"]) == ["population"]
-    plain = evaluate(met).plain()
-    assert "taste" not in plain
-    assert list(plain["unseen_accuracy"]) == ["0", "1", "pairs/2", "pairs/8"]
-
-
-def test_what_is_to_know_of_a_taste_is_a_note(met):
-    """w0 and w1 have 20 training pairs each. On training pairs z knows the answers: of its own client, or in
-    the population of all that took part, which w1 did not."""
-    short = "taste infer:99: 99 pairs requested, client 'w0' has 20, and 1 more has too few"
-    assert evaluate(at_taste(met, "infer:99")).notes == (short, NO_PAIR)
-    assert evaluate(at_taste(met, "infer:20")).notes == (NO_PAIR,)
-
-    def notes(taste, client):
-        return evaluate(at_taste(met, taste) if taste else met, "train", [client]).notes
-
-    for taste, client in ((None, "w0"), (None, "w1"), ("own", "w1"), ("infer:2", "w0"), ("w0", "w0")):
-        (note,) = notes(taste, client)
-        assert "the metrics do not measure generalisation" in note
-    assert len(notes("population", "w0")) == 1
-    assert notes("population", "w1") == notes("w0", "w1") == ()
-
-
 def test_pairs_of_a_file_that_give_a_taste_are_not_judged(met, place):
     file = str(place / "train.jsonl")
     at_taste(met, f"infer:{file}")
@@ -321,42 +287,6 @@ def test_at_one_taste_everybody_has_one_model(met, place):
     }
     for taste in ("own", "infer:2"):
         assert list(evaluate_file(at_taste(met, taste), file, everyone=True).pairs) == ["w0", "w2"]
-
-
-def test_who_can_be_asked_for_is_said(met):
-    """Commands that know what the server received name these clients; an evaluation has everybody's pairs."""
-    with pytest.raises(RunError) as refused:
-        any_taste(met, "nobody")
-    assert str(refused.value).endswith(
-        "no taste is called 'nobody'; clients with a taste: 'w0', 'w2'. A taste is the ID of a client, "
-        "population, prototype:K, infer:FILE, infer:N with --client ID"
-    )
-    with pytest.raises(RunError, match=r"did you mean 'population'\? A taste is the ID of a client"):
-        published_taste(met, "populaton")
-    with pytest.raises(RunError, match=r"'w0', 'w1', 'w2'\. A taste is .* own, prototype:K, infer:N, infer:"):
-        at_taste(met, "nobody")
-    with pytest.raises(RunError, match=r"sent no taste: .*: infer:FILE, or infer:8 with --client 'w1'"):
-        any_taste(met, "w1")
-    with pytest.raises(RunError, match=r"sent no taste: .*; clients with a taste: 'w0', 'w2'"):
-        published_taste(met, "w1")
-
-
-def test_a_client_with_the_name_of_another_taste_is_warned_of(met, caplog, monkeypatch):
-    """The taste of that name is what it always is; where only a client can be meant it is this client."""
-    sizes = met.trainers.dataset.sizes
-    names = dict.fromkeys(("population", "own", "infer:2"), sizes["w0"])
-    monkeypatch.setattr(met.trainers, "dataset", replace(met.trainers.dataset, sizes={**sizes, **names}))
-    assert torch.equal(published_taste(met, "population"), met.server.tensors[POPULATION][Z])
-    for taste in ("own", "infer:2"):
-        at_taste(met, taste)
-    at_taste(met, "w0")
-    any_taste(met, "infer:2", "w0")
-    messages = [record.getMessage() for record in caplog.records]
-    assert [
-        re.search("('.*') is the name of a client and of a reserved taste", text)[1] for text in messages
-    ] == ["'population'", "'own'", "'infer:2'", "'infer:2'"]
-    with pytest.raises(RunError, match="client 'population' sent no taste"):
-        server_taste(met, "client", "population")
 
 
 def test_methods_without_tastes_are_refused(place, tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import toy
-from finished import small_experiment, small_place
+from finished import small_experiment
 from prefed import Experiment, load_run, read_run, run
 from prefed.core import Key
 from prefed.engines import InProcess
@@ -23,11 +23,6 @@ from prefed.ui.pages.page import public_page, render
 LIMIT = 64
 """Lowest limit of tokens in an answer; the longest chosen response has fewer than 32. The context is 64."""
 CLIENTS = ("left", "right")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return small_place(tmp_path_factory.mktemp("place"))
 
 
 def fedper(place, **tables):

@@ -154,14 +154,6 @@ def test_two_workers_and_a_resumed_run_give_the_run_of_one_process(place, tmp_pa
     assert numbers(json.loads((tmp_path / "parts/summary.json").read_text())) == whole
 
 
-def test_ray_actors_train_on_thumbs(place, tmp_path):
-    pytest.importorskip("ray")
-    tree = experiment(place)
-    whole = numbers(trained(tree, tmp_path / "whole"))
-    engine = {"name": "ray", "workers": 1, "threads": 1}
-    assert numbers(trained(tree | {"engine": engine}, tmp_path / "ray")) == whole
-
-
 def test_peers_train_on_thumbs(tmp_path):
     """Each peer measures its own model on its own thumbs, as one process over the same graph does."""
     folder = peering.make_place(tmp_path)

@@ -11,26 +11,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import toy
-from finished import small_experiment, small_place, write_run
+from commands import prefed_
+from finished import small_experiment, write_run
 from prefed import Experiment, run
 from prefed.config import to_toml
 from prefed.trackers.logged_metrics import client_table, round_figures, summary_figures
 from prefed.trackers.tools import TRACKERS
-from prefed.ui.cli import app
 from prefed.ui.pages.page import public_page
 from toy import records
 
 NEEDED = {**{name: [name] for name in TRACKERS}, "mlflow": ["mlflow", "sqlalchemy", "alembic"]}
 INSTALLED = [name for name, packages in NEEDED.items() if all(map(importlib.util.find_spec, packages))]
 ROUNDS = 3
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return small_place(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture(scope="module")
@@ -269,8 +263,7 @@ def test_a_tool_that_is_missing_is_an_error_before_the_run(place, tmp_path, monk
     file = tmp_path / "first.toml"
     file.write_text(to_toml(Experiment.model_validate(small_experiment(place))))
     out = tmp_path / "run"
-    got = CliRunner().invoke(app, ["run", str(file), "--out", str(out), "--track", "wandb"])
-    assert got.exit_code == 1
-    assert "[track] to = 'wandb': cannot import its package" in got.stderr
-    assert "install it with pip install 'prefed[wandb]', or remove 'wandb'" in got.stderr
+    got = prefed_("run", file, "--out", out, "--track", "wandb", code=1)
+    assert "[track] to = 'wandb': cannot import its package" in got
+    assert "install it with pip install 'prefed[wandb]', or remove 'wandb'" in got
     assert not out.exists()

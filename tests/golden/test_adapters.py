@@ -223,23 +223,6 @@ def test_capped_logits_of_a_tied_head(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(plain(tmp_path / "merged")), want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_taste_too_few_or_too_many_is_refused(base: Path, tmp_path: Path) -> None:
-    model, tensors = load(base, TASTE_MAP)
-    bare, bare_tensors = load(base)
-    for save in (save_adapter, save_merged):
-        with pytest.raises(ModelError, match="this policy can only be exported for one taste"):
-            save(model, tensors, tmp_path / "it")
-        with pytest.raises(ModelError, match="a taste is given, but the model has no part 'taste_map'"):
-            save(bare, bare_tensors, tmp_path / "it", TASTE)
-        with pytest.raises(ModelError, match="the policy is not finite at this taste: training diverged"):
-            save(model, tensors, tmp_path / "it", torch.full((32,), torch.nan))
-    embeddings = model.taste_map.embeddings
-    model.taste_map.embeddings = torch.nn.Sequential(embeddings)
-    with pytest.raises(ModelError, match="PEFT has no LoRA for input embeddings of type Sequential"):
-        save_adapter(model, tensors, tmp_path / "it", TASTE)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("device", "module"), [("cuda", "torch.cuda"), ("mps", "torch.backends.mps")])
 def test_a_device_that_is_not_there_is_refused(
     base: Path, monkeypatch: pytest.MonkeyPatch, device: str, module: str

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.small_models import FAMILIES, Choices, Pair, Pairs, away, backbone, float64
+from tests.small_models import FAMILIES, Choices, Pair, away, backbone, float64
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
 from prefed.train import PairTrainer, forward_passes, packed
@@ -193,25 +193,3 @@ def test_a_phase_learns_the_labels(names: str, monkeypatch: pytest.MonkeyPatch) 
     assert trainer.loss(trained.tensors, CHOICE, ROWS) < 0.2 * before
     assert (trainer.score(trained.tensors, ROWS).orders.mean(1) > 0).all()
     assert (results[0] - results[1]).norm() < 1e-3 * (results[0] - model.initial).norm()
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    """Log-probabilities of a selector's pairs, choices of a policy's, and a branch that is only a letter."""
-    model = backbone()
-    trainer = PairTrainer(model, PAIRS)
-    for name in ("dpo", "ppo"):
-        with pytest.raises(
-            ValueError,
-            match=f"'{name}' trains on pairs, but the training data are choices; use objective 'choice'",
-        ):
-            trainer.loss(model.initial, Objective(name), ROWS)
-    with pytest.raises(ValueError, match="'choice' has no setting 'beta'"):
-        trainer.loss(model.initial, Objective("choice", {"beta": 0.1}), ROWS)
-    policy = PairTrainer(backbone(), Pairs(3))
-    with pytest.raises(ValueError, match="choice_scores requires pairs of choices, as for selectors"):
-        policy.choice_scores(model.initial, ROWS[:3])
-    with pytest.raises(ValueError, match="choice"):
-        policy.loss(model.initial, CHOICE, ROWS[:3])
-    one = np.ones(1, np.int32)
-    with pytest.raises(ValueError, match=r"pair 0 .* before its letter"):
-        trainer.model.forward([Pair(one, one, one)])

@@ -1,4 +1,4 @@
-"""FedDPA's two phases and its combination, by hand and against plain torch."""
+"""FedDPA by hand; ``test_whole_runs.py`` has its rounds in plain torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import math
 
 import numpy as np
 import torch
-from tests.small_models import Pairs, backbone, causal
-from torch.func import functional_call
 
-from prefed.core import Entry, Key, Layout, Round, Tensors
+from prefed.core import Entry, Layout, Tensors
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
 from prefed.testing import Quadratic, simulate
-from prefed.train import ClientPairTrainer, PairTrainer
 
-ALPHA, BETA, RATE, STEPS = 0.25, 0.1, 0.1, 2
+ALPHA, RATE, STEPS = 0.25, 0.1, 2
 PLAIN = {
     "optimizer": "sgd",
     "clip": 0,
@@ -74,69 +71,3 @@ def test_the_shared_model_is_that_of_feddpo():
     ours, theirs = (run.server.tensors["model"] for run in finished)
     assert ours.equal(theirs)
     assert {*finished[0].uploads[0].tensors["model"]} == {*one.names}
-
-
-def test_a_visit_is_that_of_plain_torch():
-    """Gradient descent on W0 + s B_g A_g, then on W0 + s ((1 − α) B_g A_g + α B_l A_l) with B_g A_g as
-    received, in float64 on a GPT-2 of transformers: the adapters and a client's log-probabilities agree."""
-    model = backbone("gpt2", frozenset({"lora", "personal_lora", "gate"}), rank=2)
-    pairs, layout = Pairs(4), model.layout
-    method, rows, now = build(layout), np.arange(4), Round(1, 9, Key(0), {"a": 4.0})
-    trainer = ClientPairTrainer(rows, Key(1), method.ownership, PairTrainer(model, pairs), "a", rows[:0], now)
-    noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(3))
-    server = method.init_server(Tensors(layout, model.initial.flat + noise))
-    (exchange,) = method.exchanges
-    private = method.init_client(model.initial, "a")
-    upload, private = exchange.work(trainer, private, exchange.send(server, "a", now))
-
-    received = {name: value.double() for name, value in server.tensors["model"].items()}
-    plain = causal("gpt2").double()
-    base = {name: value.detach() for name, value in plain.named_parameters()}
-
-    def logprob(adapters: list[tuple[float, dict[str, torch.Tensor]]], prompt, ids) -> torch.Tensor:
-        weights = dict(base)
-        for weight, adapter in adapters:
-            for name in (name for name in adapter if name.endswith("/A")):
-                _, block, module, _ = name.split("/")
-                path = f"transformer.h.{block}.{module}.weight"
-                weights[path] = weights[path] + weight * 2.0 * (adapter[name[:-1] + "B"] @ adapter[name]).T
-        tokens = torch.tensor([[*prompt, *ids]])
-        logits = functional_call(plain, weights, (tokens,)).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(1, torch.tensor(list(map(int, ids)))[:, None]).sum()
-
-    def margin(adapters, pair) -> torch.Tensor:
-        return logprob(adapters, pair.prompt, pair.chosen) - logprob(adapters, pair.prompt, pair.rejected)
-
-    def trained(adapter, rate: float, mixed) -> dict[str, torch.Tensor]:
-        for _ in range(STEPS):
-            leaves = {name: value.detach().requires_grad_() for name, value in adapter.items()}
-            gaps = torch.stack(
-                [margin(mixed(leaves), pairs.pair(k)) - margin([], pairs.pair(k)) for k in rows]
-            )
-            loss = -torch.nn.functional.logsigmoid(BETA * gaps).mean()
-            slopes = torch.autograd.grad(loss, [*leaves.values()])
-            adapter = {n: v.detach() - rate * g for (n, v), g in zip(leaves.items(), slopes, strict=True)}
-        return adapter
-
-    shared = trained(received, RATE, lambda adapter: [(1.0, adapter)])
-    first = {
-        name: model.initial[name].double() * (layout[name].factor == "A")
-        for name in layout.names
-        if layout[name].part == "personal_lora"
-    }
-    own = trained(first, 2 * RATE, lambda adapter: [(1 - ALPHA, received), (ALPHA, adapter)])
-    for name, value in shared.items():
-        torch.testing.assert_close(upload.tensors["model"][name].double(), value, rtol=1e-4, atol=1e-6)
-    for name, value in own.items():
-        torch.testing.assert_close(private.tensors["personal"][name].double(), value, rtol=1e-4, atol=1e-6)
-    assert max(float(value.abs().max()) for name, value in own.items() if name.endswith("B")) > 1e-4
-
-    predicted = method.predict(trainer, private, method.publish(server, "a"))
-    model.load(predicted)
-    forward = trainer.pair_trainer.model.forward
-    with torch.no_grad():
-        got = forward([pairs.pair(k) for k in rows], rewards=False)
-    mixture = [(1 - ALPHA, received), (ALPHA, own)]
-    pair = pairs.pair(0)
-    want = [float(logprob(mixture, pair.prompt, ids).detach()) for ids in (pair.chosen, pair.rejected)]
-    np.testing.assert_allclose(got[0], want, rtol=1e-4)

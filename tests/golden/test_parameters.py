@@ -12,8 +12,7 @@ from tests.small_models import Pairs, away, backbone, float64
 
 from prefed.core import Tensors
 from prefed.models.backbone import Backbone
-from prefed.models.config import ModelConfig
-from prefed.models.trainable_parts import RewardHead, lora_layers
+from prefed.models.trainable_parts import lora_layers
 from prefed.train import PairTrainer
 from prefed.train.packed import PackedForward
 from prefed.train.padded import PaddedForward
@@ -209,16 +208,6 @@ def test_reward_head(dropped: bool) -> None:
     want = ((1 - e) / (1 + e) @ w2.t() + b2)[:, 0]
     assert want.min() < -1 < 1 < want.max()
     agree(model.reward(pooled), want, model, dict(zip(names, values, strict=True)))
-
-
-def test_widths_and_dropout_are_the_papers() -> None:
-    """FedPDPO's: GPT-2's 768 → 256 → 768 and 768 → 256 → 1, each with a dropout of 0.1, over all tokens."""
-    config = ModelConfig(name="gpt2")
-    assert (config.bottleneck.width, config.bottleneck.dropout) == (256, 0.1)
-    assert (config.reward.width, config.reward.dropout, config.reward.pool) == (256, 0.1, "all")
-    head = RewardHead(768, config.reward.width, config.reward.dropout)
-    assert [tuple(value.shape) for value in head.parameters()] == [(256, 768), (256,), (1, 256), (1,)]
-    assert head.dropout.p == 0.1
 
 
 @pytest.mark.parametrize("way", [PaddedForward, PackedForward])

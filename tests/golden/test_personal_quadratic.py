@@ -340,20 +340,6 @@ def test_pfedme_rests_at_the_envelopes_optimum(eta):
     close(model(simulate(method, clients, Tensors(LINE, torch.from_numpy(best)), 1)), best)
 
 
-def test_a_round_of_pfedme_by_hand():
-    """H = 1, a = 4, w = 0; λ = 1, inner rate ½, K = 1, ηλ = ½, R = 2.
-
-    θ = 0 has gradient −4 + (0 − 0), so θ = 2 and w = 1; θ = 2 has −2 + (2 − 1) = −1, so θ = 2.5 and w = 1.75.
-    With β = ½ the server goes to 0.875."""
-    layout = Layout((Entry("lora/0/q/B", (1, 1), "lora", 0, "B"),))
-    settings = {"lam": 1.0, "outer_lr": 0.5, "inner_steps": 1, "lr": 0.5, "local_steps": 2}
-    method = make("pfedme", layout, **settings, server_mixing=0.5)
-    run = simulate(method, {"a": Quadratic.at([4.0])}, Tensors.zeros(layout, torch.float64), 1)
-    assert run.uploads[0].tensors["model"].flat.item() == 1.75
-    assert run.private["a"].tensors["own"].flat.item() == 2.5
-    assert model(run).item() == 0.875
-
-
 # FedALA
 
 BLOCKS = Layout(tuple(Entry(f"lora/{block}/q/B", (1, 2), "lora", block, "B") for block in range(2)))
@@ -464,19 +450,6 @@ GATED = Layout(
         Entry("gate/0", (1,), "gate", 0),
     )
 )
-
-
-def test_a_step_of_fedsdg_by_hand():
-    """H = I, one step from θ_g = 0, θ_p = (1, 1), a = 0 towards (2, 0), (3, 0), 4, rates 0.1, 0.2, 0.5.
-
-    θ_g = 0.1 · (2, 0). θ_p: gradient (−2, 1) + 2 λ2 θ_p with λ2 = ½, so (−1, 2) and θ_p = (1.2, 0.6).
-    a: gradient −4 + λ1 m (1 − m) with λ1 = 2, m = ½, so −3.5 and a = 1.75."""
-    start = Tensors(GATED, torch.tensor([0.0, 0, 1, 1, 0], dtype=torch.float64))
-    rates = {"lr": 0.1, "personal_lr": 0.2, "gate_lr": 0.5, "gate_penalty": 2.0, "personal_penalty": 0.5}
-    method = make("fedsdg", GATED, local_steps=1, **rates)
-    run = simulate(method, {"a": Quadratic.at([2.0, 0, 3, 0, 4])}, start, 1)
-    close(model(run), np.array([0.2, 0]))
-    close(run.private["a"].tensors["personal"], np.array([1.2, 0.6, 1.75]))
 
 
 @pytest.mark.parametrize("alignment", ["mean", "leave_one_out"])

@@ -242,16 +242,3 @@ def test_completions_at_a_taste_are_those_of_a_plain_loop(family: str) -> None:
     assert [list(each.tokens) for each in complete_batch(model, tensors, PROMPTS, how, keys, z)] == expected
     assert complete(model, tensors, PROMPTS[1], how, keys[1], z[1]) == str(expected[1])
     assert [list(each.tokens) for each in complete_batch(model, tensors, PROMPTS, how, keys)] != expected
-
-
-def test_what_cannot_be_done_says_so() -> None:
-    model, tensors = moved("gpt2")
-    with pytest.raises(ValueError, match="got 5 tastes for 6 pairs; pass one taste per pair"):
-        PairTrainer(model, PAIRS, tastes=tastes(5))
-    with pytest.raises(ValueError, match="a taste has 4 numbers, but the policy expects 32; set its"):
-        PairTrainer(model, PAIRS, tastes=tastes()[:, :4]).score(tensors, ROWS)
-    with pytest.raises(ValueError, match="no part 'taste_map'"):
-        PairTrainer(backbone("gpt2"), PAIRS, tastes=tastes()).model.run(ROWS)
-    model.tokenizer = SimpleNamespace(eos_token_id=0)
-    with pytest.raises(ValueError, match="got 2 tastes for 3 prompts; pass one taste per prompt"):
-        complete_batch(model, tensors, PROMPTS, Sampling(), [Key(0)] * 3, tastes(2))

@@ -323,18 +323,6 @@ def test_nothing_to_merge() -> None:
     assert rule.merge(state, [Upload("a", 1.0, {"model": Tensors.empty()})], now(), names=()) is state
 
 
-def test_fedex() -> None:
-    """A, B = (1, 1) and (3, 5), s = 2: Ā = 2, B̄ = 3, residual 2 · (8 − 6) = 4, added up over rounds; clients'
-    own copies of the residual are not read."""
-    rule = aggregator(DENSE, lora="fedex")
-    state = rule.init(tensors(DENSE, 0, 0, 0, 0, 0))
-    uploads = [reply("a", 1, tensors(DENSE, 1, 1, 0, 0, 99)), reply("b", 1, tensors(PLAIN, 3, 5, 0, 0))]
-    state = rule.merge(state, uploads, now())
-    assert model(state) == [2, 3, 0, 0, 4]
-    assert model(rule.merge(state, uploads, now(2))) == [2, 3, 0, 0, 8]
-    assert rule.figures(state)["product_error"] == 0.25
-
-
 def test_fedex_with_the_mass_counts_the_current_model() -> None:
     """p = ½ for (3, 5), the current (1, 1) keeping ½: as in the mean of both, residual 2 · (8 − 6)."""
     rule = aggregator(DENSE, lora="fedex", weights="mass")

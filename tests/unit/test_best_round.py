@@ -1,14 +1,13 @@
 """The best round in a run directory: kept next to the last, whole, private, and through any crash."""
 
 import contextlib
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from crashes import Crash, Failing, content
-from prefed.core import State, files
+from crashes import content, crashed
+from prefed.core import State
 from prefed.core.wire import encode
 from prefed.store import RunReader, RunWriter, StoreError
 
@@ -80,27 +79,17 @@ def test_nobody_else_may_read_the_best(tmp_path):
 def test_a_crash_at_any_file_operation_loses_neither_the_best_nor_the_last(tmp_path, monkeypatch):
     """Every file operation of a run is failed in turn. After each a reader finds the best that belongs to the
     last committed round; resumed, each run ends with the same bytes."""
-    play(tmp_path / "whole")
-    expected, at = content(tmp_path / "whole"), 0
-    while True:
-        at += 1
-        run = tmp_path / f"crash{at}"
-        monkeypatch.setattr(files, "os", Failing(at))
-        try:
-            play(run)
-            break
-        except Crash:
-            pass
-        finally:
-            monkeypatch.setattr(files, "os", os)
+    play(tmp_path / "whole", 3)
+    expected = content(tmp_path / "whole")
+    for at, run in enumerate(crashed(tmp_path, monkeypatch, lambda path: play(path, 3)), 1):
         with contextlib.suppress(StoreError):  # before the first commit there is no run
             last = RunReader(run).commit.round
             if last:
                 assert RunReader(run, best=True).commit.round == BEST[last - 1]
                 assert values(RunReader(run, best=True))[:2] == (BEST[last - 1], BEST[last - 1])
-        play(run, resume=True)
+        play(run, 3, resume=True)
         assert content(run) == expected, f"after a crash at operation {at}"
-    assert at > 150
+    assert at > 90
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from prefed.ui.pages.chart_data import (
 from prefed.ui.pages.compare_charts import comparison
 from prefed.ui.pages.html import environment
 from prefed.ui.pages.page import render
-from prefed.ui.pages.svg import NARROW, WIDE, csv_address, drawings, spread_out, ticks
+from prefed.ui.pages.svg import csv_address, drawings, spread_out, ticks
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +82,6 @@ def test_points_say_their_values_in_both_widths(run):
     text = figure(clients.ends(run))
     assert "<title>bob, preference accuracy: 100.0%</title>" in text
     assert "<title>cyd, before: 0.0%</title>" in text
-
-
-def test_panels_are_below_each_other_on_a_phone(run):
-    wide, narrow = drawings(round_curves.cost(run))
-    assert (wide.kind, wide.width, wide.height) == ("broad", WIDE, 240)
-    assert (narrow.kind, narrow.width, narrow.height) == ("phone", NARROW, 480)
-    for svg, drawing in zip(svgs(round_curves.cost(run)), (wide, narrow), strict=True):
-        assert svg.get("viewBox") == f"0 0 {drawing.width} {drawing.height}"
-        for text in svg.iter("text"):
-            assert 0 <= float(text.get("x")) <= drawing.width
-            assert 0 <= float(text.get("y")) <= drawing.height
 
 
 def test_colors_are_those_of_the_page(run):
@@ -257,6 +246,16 @@ def test_every_kind_of_mark_can_be_a_file(tmp_path):
     ]
     plot_file.save(Chart("c", "", "", several), tmp_path / "p.svg")
     ET.parse(tmp_path / "p.svg")
+
+
+def test_a_file_has_the_diagonal_of_its_panel(tmp_path):
+    """From 2 to 3, where both axes have values; a dotted line."""
+    drawn = []
+    for wanted in (True, False):
+        panel = Panel(Axis(), Axis(), [line([(1.0, 2.0), (3.0, 4.0)])], diagonal=wanted)
+        plot_file.save(Chart("c", "", "", [panel]), tmp_path / "p.svg")
+        drawn.append((tmp_path / "p.svg").read_text().count("stroke-dasharray"))
+    assert drawn == [1, 0]
 
 
 def test_a_comparison_file_has_what_its_runs_have(run):

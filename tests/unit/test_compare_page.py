@@ -16,8 +16,7 @@ from pages import Page
 from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
 from prefed.ui.cli import app
-from prefed.ui.pages import compare_page
-from prefed.ui.pages.compare_charts import Shown, clients_of, gains_of, over_rounds, strips
+from prefed.ui.pages.compare_charts import Shown, gains_of, over_rounds, strips
 from prefed.ui.pages.compare_page import render_comparison
 from prefed.ui.pages.comparison_data import Compared
 from prefed.ui.pages.comparison_tables import print_comparison
@@ -90,22 +89,6 @@ def test_the_page_is_complete_in_itself(runs):
     assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
 
 
-def test_runs_on_other_pairs_are_warned_of(tmp_path):
-    made = [
-        run(tmp_path, "feddpo", 1, (0.5, 0.6), fingerprint={"data": "x"}),
-        run(tmp_path, "fedprox", 1, (0.5, 0.6), fingerprint={"data": "y"}),
-        run(tmp_path, "fedbis", 1, (0.5, 0.6), choice_loss=0.6, fingerprint={"data": "x"}),
-    ]
-    text = Page(render_comparison(made)).data
-    assert "fedprox-seed1 is not comparable with feddpo-seed1: other data." in text
-    assert "Some runs train selectors" in text
-    # Of selectors alone both accuracies are one, and each chart is there once.
-    alone = [run(tmp_path / "s", m, 1, (0.5, 0.6), choice_loss=0.6) for m in ("fedbis", "fedbiscuit")]
-    page = Page(render_comparison(alone))
-    assert sum(tag == "svg" and "chart" in a.get("class", "") for tag, a in page.tags) == 2 * 4
-    assert "Preference accuracy over rounds." in page.data
-
-
 def test_a_strip_has_a_dot_for_each_client_where_its_gain_is(runs):
     """The widest gain lies 124 pixels from the middle, at 130; of four clients one gains, one loses."""
     compared = Compared(tuple(runs))
@@ -121,20 +104,6 @@ def test_a_strip_has_a_dot_for_each_client_where_its_gain_is(runs):
     (many,), most = strips([{f"c{k}": k / 1000 for k in range(1001)}])
     assert (len(many.dots), most) == (200, 1.0)
     assert (many.dots[0][3], many.dots[-1][3]) == ("c0: +0.0", "c1000: +100.0")
-
-
-def test_many_cases_are_drawn_as_far_as_they_can_be_distinguished(tmp_path, monkeypatch):
-    """Of five the best two and the one that others are compared with; the tables have all."""
-    monkeypatch.setattr(compare_page, "CURVES", 3)
-    made = [
-        run(tmp_path / str(k), "feddpo", 1, (0.3 + k / 10,), settings={"method": {"name": "feddpo", "lr": k}})
-        for k in range(5)
-    ]
-    page = render_comparison(made)
-    assert "the best of the others, 3 cases in all; the tables also list the remaining 2." in page
-    curves = page.split('id="rounds"')[1].split("</figure>")[0]
-    assert re.findall(r"<b>(\w)</b>", curves) == ["A", "D", "E"]
-    assert page.split('id="settings"')[0].count('scope="row"') == 5
 
 
 # The command
@@ -181,23 +150,6 @@ def test_compare_writes_what_is_asked_for(runs, tmp_path, monkeypatch):
     assert not Path("compare.png").exists()
     assert "p is a folder; name a file for the page" in compare(folder, "--html", "p", code=1)
     assert "give at least two different runs" in compare(runs[0].path, "--html", "x.html", code=1)
-
-
-def test_the_tables_fold_no_name(tmp_path):
-    """Long names stand on lines of their own, and letters for them in the tables."""
-    long = "distilgpt2-harmless-from-helpful-fedpdpo-and-more"
-    made = [read_run(write_run(tmp_path / f"{long}-{k}", settings={"rounds": 2 + k})) for k in (1, 2)]
-
-    def shown(width):
-        file = io.StringIO()
-        print_comparison(made, Console(file=file, width=width))
-        return file.getvalue()
-
-    text = shown(80)
-    assert f" A  {long}-1\n B  {long}-2\n" in text
-    assert re.search(r"\n A +feddpo +2 +0\.667", text)
-    assert re.search(r"rounds +3 A; 4 B", text)
-    assert re.search(rf"{long}-1 +feddpo", shown(160))
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -250,18 +202,6 @@ def test_a_run_on_other_pairs_is_in_no_test_chart_or_pooled_figure(tmp_path):
     tested = text.split("standard deviation over seeds")[1].split("* fedprox-seed3")[0]
     assert "fedprox-seed1" in tested
     assert "fedprox-seed3" not in tested
-
-
-def test_the_table_of_clients_has_those_first_on_whom_cases_differ_most(tmp_path):
-    """Between the two cases lie 0.1 of ann, 0.4 of bob and 0.2 of cyd, whichever of them is higher."""
-    made = [run(tmp_path, "feddpo", 1, (0.5, 0.9, 0.5)), run(tmp_path, "fedprox", 1, (0.6, 0.5, 0.3))]
-    compared = Compared(tuple(made))
-    table = clients_of(compared, [0, 1], "preference_accuracy")
-    assert [(client, [value for value, _ in cells]) for client, cells in table.rows] == [
-        ("bob", ["90", "50"]),
-        ("cyd", ["50", "30"]),
-        ("ann", ["50", "60"]),
-    ]
 
 
 def test_a_band_ends_at_all_pairs(tmp_path):

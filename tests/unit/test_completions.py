@@ -36,6 +36,11 @@ def small(family="gpt2", end=0):
     return model, away(model.layout, model.initial)
 
 
+def alone(model, tensors, prompts, how, keys):
+    """What each prompt gets by itself."""
+    return [complete_batch(model, tensors, [p], how, [k])[0] for p, k in zip(prompts, keys, strict=True)]
+
+
 def test_noise_makes_the_argmax_a_draw_from_the_softmax():
     """16,000 draws from the softmax of five logits. Under the law the chi-squared statistic has 4 degrees of
     freedom; the key is fixed, and p < 0.001 would be one key in a thousand."""
@@ -141,16 +146,14 @@ def test_a_sequence_draws_by_its_key_alone():
     assert max(len(tokens) for tokens, _ in together) == 61
     turned = complete_batch(model, tensors, PROMPTS[::-1], how, KEYS[::-1])
     assert turned[::-1] == together
-    assert [
-        complete_batch(model, tensors, [p], how, [k])[0] for p, k in zip(PROMPTS, KEYS, strict=True)
-    ] == together
+    assert alone(model, tensors, PROMPTS, how, KEYS) == together
     same = complete_batch(model, tensors, [PROMPTS[0]] * 3, how, [KEYS[0], KEYS[0], KEYS[1]])
     assert same[0] == same[1] == together[0]
     assert same[2] != same[0]
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["gemma", "gpt2", "llama"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_prompts_of_different_lengths_get_what_they_get_by_themselves(family, packed):
     """In float64. Four fit into a batch, of those that have equal room for a response: 9 tokens, or 61, which
@@ -168,9 +171,7 @@ def test_prompts_of_different_lengths_get_what_they_get_by_themselves(family, pa
                     model, tensors, [prompts[k] for k in batch], how, [keys[k] for k in batch]
                 )
                 found |= dict(zip(batch, some, strict=True))
-            singles = [
-                complete_batch(model, tensors, [p], how, [k])[0] for p, k in zip(prompts, keys, strict=True)
-            ]
+            singles = alone(model, tensors, prompts, how, keys)
             assert [found[number] for number in range(5)] == singles
             assert [len(batch) for batch in batches] == [4, 1]
 
@@ -184,9 +185,7 @@ def test_a_prompt_of_several_completions_is_read_once(family):
         model, tensors = small(family, end=VOCABULARY - 1)
         prompts = [[5, 9, 2], [7, 4], [5, 9, 2], [7, 4]] if _pads(model) else [PROMPTS[0], PROMPTS[1]] * 2
         how = Sampling(max_tokens=9, temperature=0.9)
-        singles = [
-            complete_batch(model, tensors, [p], how, [k])[0] for p, k in zip(prompts, KEYS, strict=True)
-        ]
+        singles = alone(model, tensors, prompts, how, KEYS)
         read = []
         model.causal.get_input_embeddings().register_forward_hook(
             lambda _, inputs, __: read.append(inputs[0].numel())
@@ -206,9 +205,7 @@ def test_a_response_that_has_ended_is_left_out_after_its_piece(family, monkeypat
         model, tensors = small(family, end=VOCABULARY - 1)
         free = complete_batch(model, tensors, PROMPTS[:1], how, KEYS[:1])[0].tokens
         model.tokenizer.eos_token_id = model.causal.generation_config.eos_token_id = free[5]
-        singles = [
-            complete_batch(model, tensors, [p], how, [k])[0] for p, k in zip(PROMPTS, KEYS, strict=True)
-        ]
+        singles = alone(model, tensors, PROMPTS, how, KEYS)
         read = []
         model.causal.get_input_embeddings().register_forward_hook(
             lambda _, inputs, __: read.append(inputs[0].numel())
@@ -231,27 +228,12 @@ def test_a_model_that_was_trained_on_packed_pairs_completes_alike(family):
     assert model.causal.config._attn_implementation == NAME
 
 
-def test_bad_batches_are_refused():
-    model, tensors = small()
-    with pytest.raises(ValueError, match=r"got 2 prompts of lengths \[1, 2\] and 2 keys"):
-        complete_batch(model, tensors, [[1], [1, 2]], Sampling(), KEYS[:2])
-    with pytest.raises(ValueError, match=r"got 1 prompts of lengths \[1\] and 2 keys"):
-        complete_batch(model, tensors, [[1]], Sampling(), KEYS[:2])
-    with pytest.raises(ValueError, match="the prompt has 64 tokens but the model's context is 64"):
-        complete_batch(model, tensors, [[1] * 64], Sampling(), KEYS[:1])
-
-
 def test_batches_hold_each_prompt_once_and_one_length_each():
     prompts = [[0] * length for length in (3, 1, 3, 3, 2, 1, 3, 3)]
     batches = length_batches(prompts, 2)
     assert sorted(number for batch in batches for number in batch) == list(range(8))
-    assert [[len(prompts[number]) for number in batch] for batch in batches] == [
-        [1, 1],
-        [2],
-        [3, 3],
-        [3, 3],
-        [3],
-    ]
+    lengths = [[len(prompts[number]) for number in batch] for batch in batches]
+    assert lengths == [[1, 1], [2], [3, 3], [3, 3], [3]]
     assert length_batches([], 4) == []
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from law_examples import examples
 from prefed.config import Experiment
@@ -110,16 +110,6 @@ def test_generation_templates_are_those_of_figure_4():
     assert instruction("Do it.") == f"{start}. {end}### Response:"
     with_input = f"{start}, paired with an input that provides further context. {end}"
     assert instruction("Do it.", "To this.") == f"{with_input}### Input:\nTo this.\n\n### Response:"
-
-
-def test_the_general_question_is_short(shared_model, tmp_path):
-    """Q u ery : | ⏎ A : | ⏎ B : | ⏎ B et ter : ␣A make 16 tokens around three texts of one token each."""
-    made = AutoTokenizer.from_pretrained(shared_model)
-    record = Record("a", "b", "c", extra=dict.fromkeys(POST, "a"))
-    for kind, around in {"general": 16, "answer": 132, "summary": 172}.items():
-        lengths = write(tmp_path / kind, [record], made, SelectorConfig(template=kind)).lengths[0].tolist()
-        texts = 5 if kind == "summary" else 3
-        assert lengths[0] + lengths[1] - texts == lengths[0] + lengths[2] - texts == around
 
 
 @pytest.mark.parametrize(
@@ -321,18 +311,6 @@ def test_responses_that_differ_in_blanks_alone_are_identical(tmp_path):
     rows = [{"prompt": "Q", "chosen": "yes", "rejected": " yes\n"}, *pairs(2)]
     counts = built(tmp_path, rows, GENERAL).row_counts
     assert (counts.identical, counts.kept) == (1, 2)
-
-
-SHP = {"history": "How?", "human_ref_A": "alpha", "human_ref_B": "beta", "domain": "x", "labels": 1}
-
-
-def test_shp_labels_are_not_inverted(tmp_path):
-    """``labels == 1``: A is preferred. "alpha" comes first, so its row has orientation 1."""
-    rows = [SHP, SHP | {"history": "Why?", "labels": 0}]
-    dataset = built(tmp_path, rows, SelectorConfig(template="answer"))
-    assert dataset.tokens.orientations.tolist() == [1, 0]
-    assert texts(dataset.tokens, 0)[0].endswith("### QUERY: How?")
-    assert [dataset.tokens.record(row).chosen for row in range(2)] == ["alpha", "beta"]
 
 
 def comparison(choice, **info):

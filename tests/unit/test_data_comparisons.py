@@ -5,20 +5,13 @@ import json
 
 import pytest
 
-from prefed.data import DataConfig, DataError, Message, Source
-from prefed.data.errors import ErrorCollector
+from prefed.data import DataError, Message, Source
 from prefed.data.prompts import read_prompts
-from prefed.data.sources import ReadCounts, read_records
-from preferences import jsonl
+from preferences import jsonl, read_source
 
 
 def read_file(path, form="auto", **settings):
-    config = DataConfig(train=str(path), partition={"by": "iid", "clients": 1}, format=form, **settings)
-    errors, counts = ErrorCollector(count_only=config.invalid == "drop"), ReadCounts()
-    assert isinstance(config.train, Source)
-    records = [record for record, _ in read_records(config.train, config, "train", None, errors, counts)]
-    errors.raise_if_any()
-    return records, counts
+    return read_source(path, format=form, **settings)[:2]
 
 
 @pytest.fixture

@@ -207,25 +207,6 @@ def test_one_data_set_per_client(build, tmp_path):
     assert dataset.tokens.record(int(dataset.clients["code"].train[0])).domain == "code"
 
 
-def test_two_sources_may_conflict(build, tmp_path):
-    """Named sources under another partition: the name is a column like any other."""
-    tables = {name: str(jsonl(tmp_path / f"{name}.jsonl", pairs(20))) for name in ("helpful", "harmless")}
-    dataset = build(
-        tables,
-        duplicates="keep",
-        partition={
-            "by": "conflict",
-            "clients": 4,
-            "ratio": 0.25,
-            "column": "domain",
-            "categories": ["helpful", "harmless"],
-        },
-    )
-    assert list(dataset.clients) == ["helpful-0", "harmless-0", "harmless-1", "harmless-2"]
-    domains = {dataset.tokens.record(int(k)).domain for k in dataset.clients["harmless-1"].train}
-    assert domains == {"harmless"}
-
-
 def test_flipped_clients(build):
     """Named clients see chosen and rejected swapped, in training and in test; a double flip is none."""
     dataset = build(pairs(30), flip=["client-1"])

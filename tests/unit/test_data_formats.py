@@ -5,21 +5,14 @@ import math
 
 import pytest
 
-from prefed.data import FORMATS, DataConfig, DataError, Message, Source
-from prefed.data.errors import ErrorCollector
-from prefed.data.sources import ReadCounts, formats, read_records
+from prefed.data import FORMATS, DataError, Message
+from prefed.data.sources import formats
 from prefed.data.sources.pairs import RawPair, split_dialogue, split_prompt
+from preferences import jsonl, read_source
 
 
 def read(tmp_path, rows, form="auto", **settings):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(train=str(path), partition={"by": "iid", "clients": 1}, format=form, **settings)
-    errors, counts = ErrorCollector(), ReadCounts()
-    assert isinstance(config.train, Source)
-    records = [record for record, _ in read_records(config.train, config, "train", None, errors, counts)]
-    errors.raise_if_any()
-    return records, counts
+    return read_source(jsonl(tmp_path / "rows.jsonl", rows), format=form, **settings)[:2]
 
 
 def user(content, system=None):
@@ -233,6 +226,7 @@ def test_dialogues_without_a_prompt(chosen, rejected, expected):
 
 TURNS = [{"role": "user", "content": "Hi"}]
 HUB = [{"from": "human", "value": "Hi"}]
+HUMAN, IM = "\n\nHuman: a\n\nAssistant: ", "<|im_start|>"
 
 
 def reply(content):
@@ -351,6 +345,13 @@ def test_a_thumb_may_start_like_its_prompt(prompt, response, expected):
 
 
 def test_refuses_other_forms(tmp_path, subtests):
+    more = {
+        "tool_calls": {"tool_calls": [{"id": "1"}]},
+        "reasoning_content, name": {"reasoning_content": "so", "name": "ann"},
+        "weight": {"weight": 0},
+        "value": {"value": "other text"},
+    }
+    says = {"role": "assistant", "content": "a"}
     for prompt, chosen, rejected, message in (
         (None, TURNS + reply("a") + TURNS, TURNS + reply("b") + TURNS, "must have one assistant message"),
         ("Hi", reply("a"), " b", "chosen and rejected must be both text or both lists of messages"),
@@ -360,47 +361,19 @@ def test_refuses_other_forms(tmp_path, subtests):
         ("Hi", [{"role": "assistant", "content": None}], reply("b"), "content that is not text, but null"),
         ("Hi", reply([{"type": "image_url", "image_url": "x"}]), reply("b"), "a part of type 'image_url'"),
         ("Hi", reply([{"text": "a", "cache_control": 1}]), reply("b"), "chosen has a text part"),
-        *(
-            (
-                "Hi",
-                [{"role": "assistant", "content": text, **more}],
-                reply("b"),
-                f"chosen has a message with {key},",
-            )
-            for text in ("a", None)
-            for key, more in {
-                "tool_calls": {"tool_calls": [{"id": "1"}]},
-                "reasoning_content, name": {"reasoning_content": "so", "name": "ann"},
-                "weight": {"weight": 0},
-                "value": {"value": "other text"},
-            }.items()
-        ),
+        *(("Hi", [says | own], reply("b"), f"chosen has a message with {key},") for key, own in more.items()),
+        ("Hi", [says | more["value"] | {"content": None}], reply("b"), "chosen has a message with value,"),
         ("Hi", json.dumps([{"role": "tool", "content": "x"}]), json.dumps(reply("b")), "role 'tool'"),
         ("Hi", repr(reply("a")), repr(reply("b")), "Python text"),
-        (
-            *(
-                None,
-                "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
-                "\n\nHuman: a\n\nAssistant: x",
-            ),
-            "chosen must have one assistant message after the common beginning of both .* with 'Human:'",
-        ),
-        (
-            None,
-            "<|im_start|>user\nHi",
-            "<|im_start|>system\nHi<|im_start|>user\nHo",
-            "rejected must have one .* '<|im_start|>'",
-        ),
+        (None, f"{HUMAN}b{HUMAN}d", f"{HUMAN}x", "chosen must have one assistant message .* with 'Human:'"),
+        (None, f"{IM}user\nHi", f"{IM}system\nHi{IM}user\nHo", "rejected must have one .* '<|im_start|>'"),
         ({"a": 1}, " a", " b", "prompt must be text or a list of messages, not an object"),
         (None, None, " b", "chosen is missing"),
     ):
         with subtests.test(prompt=prompt, chosen=chosen):
-            row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            row = {"chosen": chosen, "rejected": rejected}
             with pytest.raises(DataError, match=message):
-                read(
-                    tmp_path,
-                    [row if prompt is not None else {name: row[name] for name in ("chosen", "rejected")}],
-                )
+                read(tmp_path, [row if prompt is None else {"prompt": prompt, **row}])
 
 
 def parts(*texts):

@@ -12,7 +12,7 @@ from scipy.spatial.distance import jensenshannon
 from prefed.core import Key
 from prefed.data import DataConfig, build_dataset, statistics
 from prefed.data.partition import duplicate_mask
-from prefed.data.statistics import DatasetStatistics, dataset_statistics, gini, jensen_shannon_distance
+from prefed.data.statistics import DatasetStatistics, dataset_statistics, gini
 from prefed.ui.pages.terminal import print_dataset_statistics
 from preferences import jsonl, pairs, tokenizer
 
@@ -120,23 +120,6 @@ def test_iid_clients_differ_from_the_whole_by_chance_alone(tmp_path):
     assert statistics.category_distance < 0.2
 
 
-def test_flipping_makes_contradictions(tmp_path):
-    """Both clients have the same three pairs and one client is flipped: they disagree on all three."""
-    rows = [*pairs(3, worker="a"), *pairs(3, worker="b")]
-    (tmp_path / "x").mkdir()
-    assert dataset_statistics(build(tmp_path / "x", rows)).contradictions == 0
-    statistics = dataset_statistics(build(tmp_path, rows, flip=["b"]))
-    assert statistics.contradictions == 3
-    assert [client.flipped for client in statistics.clients] == [False, True]
-
-
-def test_without_categories(tmp_path):
-    statistics = dataset_statistics(build(tmp_path, pairs(9), partition={"by": "iid", "clients": 3}))
-    assert statistics.category_distance is None
-    assert statistics.clients[0].category_distance is None
-    assert statistics.categories == {}
-
-
 def test_survives_json_and_prints(tmp_path):
     rows = pairs(200, worker=lambda k: f"w{k % 50:02d}", category=lambda k: f"c{k % 7}")
     statistics = dataset_statistics(build(tmp_path, rows))
@@ -148,19 +131,6 @@ def test_survives_json_and_prints(tmp_path):
     assert "w39" in text
     assert "w40" not in text
     assert "and 10 more" in text
-    assert "pairs that clients label differently" in text
-    assert "mean distance of categories (with random assignment)" in text
-
-
-def test_categories_that_name_the_clients_are_not_printed(tmp_path):
-    rows = pairs(20, worker=lambda k: f"w{k % 2}", category=lambda k: f"w{k % 2}")
-    statistics = dataset_statistics(build(tmp_path, rows))
-    assert statistics.clients[0].categories.keys() == {"w0"}
-    out = io.StringIO()
-    print_dataset_statistics(statistics, Console(file=out, width=160))
-    assert "categor" not in out.getvalue()
-    assert "100%" not in out.getvalue()
-    assert "mean distance of tokens (with random assignment)" in out.getvalue()
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30).filter(any))
@@ -169,17 +139,6 @@ def test_gini_against_its_definition(sizes):
     x = np.array(sizes, dtype=float)
     expected = np.abs(x[:, None] - x[None, :]).mean() / (2 * x.mean())
     assert gini(sizes) == pytest.approx(expected, abs=1e-9)
-
-
-@given(arrays(np.int64, (2, 12), elements=st.integers(0, 50)))
-def test_jensen_shannon_distance_against_scipy(counts):
-    """scipy's Jensen–Shannon distance, base 2, on the dense histograms."""
-    if not counts[0].any():
-        return
-    pool = counts.sum(axis=0)
-    index = np.flatnonzero(counts[0])
-    distance = jensen_shannon_distance(index, counts[0][index], pool)
-    assert distance == pytest.approx(float(np.nan_to_num(jensenshannon(counts[0], pool, base=2))), abs=1e-6)
 
 
 table = st.integers(1, 30).flatmap(

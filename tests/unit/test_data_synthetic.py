@@ -1,11 +1,10 @@
-import json
 import math
 
 import numpy as np
 import pytest
 
 from prefed.core import Key
-from prefed.data import DataConfig, Record, build_dataset, synthetic
+from prefed.data import Record, synthetic
 from prefed.data.synthetic import (
     ATTRIBUTES,
     attributes,
@@ -16,7 +15,6 @@ from prefed.data.synthetic import (
     tastes,
     utility,
 )
-from preferences import tokenizer
 
 
 @pytest.mark.parametrize("clients", [2, 6, 10, 12])
@@ -86,19 +84,6 @@ def test_the_same_key_gives_the_same_records():
     assert [r.prompt for r in more if r.split == "train"] == [r.prompt for r in first if r.split == "train"]
 
 
-def test_records_are_what_they_say():
-    drawn = tastes(Key(0), 4)
-    records = generate(Key(0), clients=4, train=7, test=3)
-    assert len(records) == 40
-    for record in records:
-        taste = drawn[record.client]
-        assert record.extra["utility_chosen"] == utility(record.chosen, taste)
-        assert record.extra["utility_rejected"] == utility(record.rejected, taste)
-        assert record.margin == abs(record.extra["utility_chosen"] - record.extra["utility_rejected"]) > 0
-        assert record.prompt.endswith("\n\nAssistant:")
-        assert record.category in record.prompt
-
-
 def test_labels_follow_bradley_terry():
     """Given the margins, the number of labels the oracle gets right is a sum of Bernoulli(σ(margin)).
 
@@ -128,30 +113,3 @@ def test_nobody_can_please_two_opposites():
     formal = " May I suggest a mild soup. Just go for it. Suit yourself."
     wishes = [utility(formal, taste) > utility(casual, taste) for taste in drawn]
     assert sum(wishes) == 3
-
-
-def test_written_files_go_through_the_pipeline(tmp_path):
-    """Records that are written to files become a dataset with the same clients, pairs and utilities."""
-    records = generate(Key(0), clients=3, train=20, test=10)
-    synthetic.write(tmp_path, records)
-    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
-    rows = [json.loads(line) for line in train.read_text().splitlines()]
-    assert len(rows) == 60
-    assert set(rows[0]) == {
-        "prompt",
-        "chosen",
-        "rejected",
-        "margin",
-        "client",
-        "category",
-        "utility_chosen",
-        "utility_rejected",
-    }
-    config = DataConfig(
-        train=train, test=test, partition={"by": "column", "column": "client"}, duplicates="keep"
-    )
-    dataset = build_dataset(config, tokenizer(), Key(0), tmp_path / "t")
-    assert list(dataset.clients) == ["ada", "ben", "cleo"]
-    assert [len(data.test) for data in dataset.clients.values()] == [10, 10, 10]
-    tests = [dataset.tokens.record(int(k)) for data in dataset.clients.values() for k in data.test]
-    assert oracle_accuracy(tests) == oracle_accuracy([r for r in records if r.split == "test"])

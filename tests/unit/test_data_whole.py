@@ -1,9 +1,7 @@
 """Whole texts, cut to their last characters: the lossy preparation of Distributed DPO's files."""
 
 import pytest
-from pydantic import ValidationError
 
-from prefed import ConfigError, Experiment
 from prefed.core import Key
 from prefed.data import DataConfig, build_dataset
 from preferences import jsonl, tokenizer
@@ -93,21 +91,3 @@ def test_shp_without_its_post(build):
     dataset = build(rows, format="shp-responses")
     assert texts(dataset) == ["$", "Second.$", "First.$"]
     assert (dataset.row_counts.ties, dataset.row_counts.kept) == (1, 1)
-
-
-def test_what_goes_not_together_is_refused():
-    """Cut texts that are no whole ones, pairs to be kept together by a prompt, and selectors."""
-    prompts = "leaves no prompts to group pairs by"
-    for changes, text in (
-        ({"tail_characters": 300}, 'tail_characters requires score = "whole"'),
-        ({"score": "whole", "split_by": "prompt"}, prompts),
-        ({"score": "whole", "partition": {"by": "dirichlet", "clients": 2}}, prompts),
-    ):
-        with pytest.raises(ValidationError, match=text):
-            DataConfig(**{"train": "a.jsonl", "partition": ONE, **changes})
-    with pytest.raises(ConfigError, match="is for policies, but fedbis trains selectors"):
-        Experiment(
-            data={"train": "a.jsonl", "partition": ONE, "score": "whole"},
-            model={"name": "m"},
-            method={"name": "fedbis"},
-        )

@@ -156,36 +156,6 @@ def test_references_name_something() -> None:
         pkgutil.resolve_name(name)
 
 
-def test_references_are_shown_on_a_page() -> None:
-    """Otherwise ``make docs`` fails: a reference is what a ``:::`` names, or one of its members, and in that
-    case no file has its name."""
-    fill = hook("reference").fill
-    texts = [fill(page.read_text("utf-8")) for page in PAGES]
-    shown = {name: members.split(", ") for text in texts for name, members in SHOWN.findall(text)}
-
-    def is_module(name: str) -> bool:
-        path = ROOT / "src" / name.replace(".", "/")
-        return path.is_dir() or path.with_suffix(".py").exists()
-
-    def is_shown(target: str) -> bool:
-        if target in shown:
-            return True
-        if is_module(target):
-            return False
-        parents = {
-            name: target.removeprefix(f"{name}.").split(".")[0]
-            for name in shown
-            if target.startswith(f"{name}.")
-        }
-        return any(
-            # A package shows its own names, and not those of its modules.
-            member in shown[name] or (shown[name] == [""] and not is_module(f"{name}.{member}"))
-            for name, member in parents.items()
-        )
-
-    assert [target for text in texts for target in REFERENCE.findall(text) if not is_shown(target)] == []
-
-
 def test_every_method_has_a_page_and_a_line_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     assert [name for name in METHODS if not (DOCS / "methods" / f"{name}.md").exists()] == []
@@ -205,45 +175,6 @@ def test_headline_figures_stand_on_the_pages_that_they_link_to() -> None:
         figures = re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)", re.sub(r"\]\([^)]+\)", "]", line))
         assert figures
         assert [figure for figure in figures if figure not in text] == []
-
-
-def test_pictures_are_small_and_load_nothing() -> None:
-    """All together below 320 kB, the terminal's in the reader's own font; README or a page names each."""
-    pictures = sorted((DOCS / "pictures").iterdir())
-    assert sum(picture.stat().st_size for picture in pictures) < 320_000
-    readme = (ROOT / "README.md").read_text("utf-8")
-    named = re.findall(r'(?:src|srcset)="docs/pictures/([^"]+)"', readme)
-    for page in DOCS.glob("*.md"):
-        named += re.findall(r"\]\(pictures/([^)#]+)", page.read_text("utf-8"))
-    assert sorted({*named}) == [picture.name for picture in pictures]
-    for picture in DOCS.glob("pictures/*.svg"):
-        assert not re.search(r"url\((?!#)|https?://(?!www\.w3\.org)", picture.read_text("utf-8"))
-
-
-def test_a_notebook_becomes_a_page() -> None:
-    """Its text as it is, code and what it printed in blocks, a picture with its description."""
-    source = {
-        "cells": [
-            {"cell_type": "markdown", "source": ["# Title\n", "Text."]},
-            {
-                "cell_type": "code",
-                "source": ["print(1)\n", "figure"],
-                "outputs": [
-                    {"output_type": "stream", "text": ["1\n"]},
-                    {
-                        "output_type": "display_data",
-                        "data": {"image/png": ["aG\n", "k=\n"], "text/plain": ["<Figure>"]},
-                        "metadata": {"image/png": {"alt": 'a "bar"'}},
-                    },
-                    {"output_type": "execute_result", "data": {"text/plain": "2"}, "metadata": {}},
-                ],
-            },
-        ]
-    }
-    assert hook("notebook").markdown(source) == (
-        "# Title\nText.\n\n```python\nprint(1)\nfigure\n```\n\n```text\n1\n```\n\n"
-        '<img alt="a &quot;bar&quot;" src="data:image/png;base64,aGk=">\n\n```text\n2\n```\n'
-    )
 
 
 def records(record: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -283,27 +214,6 @@ def test_every_key_of_every_record_has_a_meaning() -> None:
     assert silent == []
 
 
-def test_tables_say_what_the_records_say() -> None:
-    """``mu`` of FedProx is at least 0, and 0.01 by default; keys that all methods share are left out."""
-    reference = hook("reference")
-    mark = "<!-- settings: prefed.methods.fedprox:Settings beyond prefed.methods:LocalSettings -->"
-    *_, row = reference.fill(f"before\n\n{mark}").splitlines()
-    assert row.startswith("| `mu` | number ≥ 0 | `0.01` | strength of the pull")
-    assert reference.fill("<!-- something else -->") == "<!-- something else -->"
-
-
-def test_an_installed_method_is_in_the_reference_without_a_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """prefed has no page of such a method, and a strict build of the site refuses a link to nowhere."""
-    monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(app, ["new", "method", "mymethod"]).exit_code == 0
-    with installed(tmp_path / "mymethod", tmp_path / "site"):
-        first, *_, last = hook("reference").methods().splitlines()[2:]
-    assert first.startswith("| [`feddpo`](feddpo.md) | ")
-    assert last.startswith("| `mymethod` | ")
-
-
 def test_every_mark_becomes_a_table() -> None:
     """MkDocs fills the marks; a page keeps no copy of what they become."""
     fill = hook("reference").fill
@@ -325,17 +235,6 @@ def test_the_commands_page_knows_every_command_and_option() -> None:
         shown = set(re.findall(r"(--[a-z][a-z-]*) ", runner.invoke(app, [name, "--help"]).output))
         rows = hook("reference").command(name)
         assert set(re.findall(r"^\| `(--[a-z-]+)[ `]", rows, re.MULTILINE)) == shown - everywhere
-
-
-def test_the_example_of_a_policy_with_tastes_has_the_rates_that_taught_one() -> None:
-    """Those of the experiment that the page names; with the defaults no policy learned a taste."""
-    (shown,) = (
-        table
-        for _, text in blocks(DOCS / "align.md", "toml")
-        if "tastes" in (table := tomllib.loads(text)["align"])
-    )
-    measured = tomllib.loads((ROOT / "experiments/synthetic/opposed.toml").read_text("utf-8"))
-    assert measured["sets"]["near"]["align"] == {name: shown[name] for name in ("lr", "beta")}
 
 
 def test_experiment_files_in_pages_are_valid(subtests: pytest.Subtests) -> None:
@@ -363,37 +262,6 @@ def test_formulas_can_be_translated(subtests: pytest.Subtests) -> None:
         for block, inline in formula.findall(text):
             with subtests.test(name_of(page), formula=block or inline):
                 assert formulas.mathml(block or inline, block=bool(block)).startswith("<math")
-
-
-def test_a_formula_that_is_not_known_is_refused() -> None:
-    pytest.importorskip("latex2mathml")
-    formulas = hook("formulas")
-    with pytest.raises(formulas.FormulaError, match="nonsense"):
-        formulas.mathml(r"x + \nonsense", block=False)
-    page = r'<p><span class="arithmatex">\(a &lt; b\)</span></p>'
-    assert "<mi>a</mi><mo>&lt;</mo><mi>b</mi>" in formulas.translate(page)
-    assert "arithmatex" not in formulas.translate(page)
-
-
-def test_named_functions_stand_apart_from_bare_arguments() -> None:
-    """A space follows in ``log b`` and ``min_a b``, none in ``log(b)``; an index stays with its name."""
-    pytest.importorskip("latex2mathml")
-    mathml = hook("formulas").mathml
-    space = '<mspace width="0.167em" />'
-    assert f"<mi>log</mi>{space}<mi>b</mi>" in mathml(r"\log b", block=False)
-    assert space not in mathml(r"\log(b)", block=False)
-    assert f"<msub><mi>min</mi><mi>a</mi></msub>{space}<mi>b</mi>" in mathml(r"\min_a b", block=False)
-
-
-def test_roles_of_docstrings_become_links() -> None:
-    pytest.importorskip("griffe")
-    markdown = hook("roles").markdown
-    text = markdown("a :class:`~prefed.core.Phase` of :data:`METHODS`::")
-    assert text == (
-        'a <autoref identifier="prefed.core.Phase" optional><code>Phase</code></autoref> of '
-        '<autoref identifier="METHODS" optional><code>METHODS</code></autoref>:'
-    )
-    assert markdown("So:\n\n>>> 1 + 1\n2\n\nor not.") == "So:\n\n```pycon\n>>> 1 + 1\n2\n```\n\nor not."
 
 
 def test_the_worked_method_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

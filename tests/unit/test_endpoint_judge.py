@@ -155,16 +155,7 @@ def test_an_answer_that_cannot_be_used_is_kept_with_its_words(subtests):
         ((200, {"Content-Type": "application/json"}, b"{}"), "malformed answer"),
         *(
             ((200, {"Content-Type": "application/json"}, f'{{"choices": {choices}}}'.encode()), "malformed")
-            for choices in (
-                "[]",
-                "{}",
-                "null",
-                "3",
-                '"abc"',
-                "[null]",
-                '[{"message": []}]',
-                '[{"message": {}}]',
-            )
+            for choices in ["{}", "null", '"abc"', "[null]", '[{"message":[]}]', '[{"message":{}}]']
         ),
         (failure(400, "no", param=["max_tokens"]), "refused: .*no"),
         ((200, {"Content-Type": "application/json"}, b'{"choi'), "malformed answer"),

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from commands import prefed_
 from federating import Within, experiment, site_config
 from prefed.config import ConfigError, Experiment, StopConfig, TrackConfig, to_toml
 from prefed.core import files
@@ -27,7 +28,6 @@ from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.site import Site
 from prefed.networks.federation.site_limits import RefusalError, check_experiment, check_members, check_task
-from prefed.networks.federation.transport import UnreachableError
 from prefed.networks.federation.unix_socket import Door, ask, pack, unpack, when_gone
 from prefed.networks.federation.vault import Vault, site_secret
 from prefed.store import StoreError
@@ -381,10 +381,9 @@ def test_the_command_shows_limits_and_log(tmp_path):
     path = tmp_path / "site.toml"
     path.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)))
     SentLog(tmp_path / "state" / "log").add("train", run="3fa9b2c4d5e6f708", round=1, client="w0", bytes=812)
-    shown = CliRunner().invoke(app, ["site", "status", str(path)])
-    assert shown.exit_code == 0
-    assert "methods: feddpo; exchanges: all" in shown.stdout
-    assert shown.stdout.rstrip().endswith("run 3fa9b2c4  round 1  train  w0  812 B")
+    shown = prefed_("site", "status", path)
+    assert "methods: feddpo; exchanges: all" in shown
+    assert shown.rstrip().endswith("run 3fa9b2c4  round 1  train  w0  812 B")
     assert "use `prefed site CONFIG`" in CliRunner().invoke(app, ["site", "status", "a", "b"]).output
 
 
@@ -395,9 +394,8 @@ def test_a_missing_package_is_named(words, tmp_path, monkeypatch):
     (tmp_path / "site.toml").write_text('federation = "w"\nname = "a"\n[data]\n[model]\nname = "m"\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("prefed.networks.federation.flare.find_spec", lambda name: None)
-    shown = CliRunner().invoke(app, words)
-    assert shown.exit_code == 1
-    assert "pip install 'prefed[nvflare]'" in shown.output
+    shown = prefed_(*words, code=1)
+    assert "pip install 'prefed[nvflare]'" in shown
 
 
 class Receipts:
@@ -468,28 +466,3 @@ def test_refusals_and_failures_are_reasons_of_the_round():
         "w1": "its site reports: its answer is not a message",
         "w2": "",
     }
-
-
-def test_an_answer_that_comes_too_late_is_not_awaited():
-    def late(site, message):
-        if site == "site-w0":
-            raise UnreachableError("no answer within 1 seconds")
-
-    with backend(Within({f"site-{c}": Echo() for c in CLIENTS}, late), []) as sites_of_run:
-        assert {result.client for result in sites_of_run.run(tasks(1))} == {"w1", "w2"}
-        assert sites_of_run.away == {"site-w0"}
-
-
-@pytest.mark.parametrize(
-    ("disclose", "line"),
-    [
-        ({"pairs": False}, "  [disclose] pairs = false: this site joins no run"),
-        ({"pairs": True}, "  reported to the hub: names and pair counts"),
-        ({"names": False, "pairs": True}, "  reported to the hub: pseudonyms and pair counts"),
-    ],
-)
-def test_status_says_what_the_hub_learns(tmp_path, disclose, line):
-    """A site that does not report its pairs refuses each run before it reports a name
-    (``check_experiment``)."""
-    lines = [*status_lines(site_config(tmp_path, tmp_path, "w0", disclose=disclose), 0)]
-    assert [each for each in lines if "to the hub" in each or "[disclose]" in each] == [line]

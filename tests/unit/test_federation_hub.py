@@ -113,21 +113,6 @@ def test_the_hub_says_for_whom_it_waits_and_without_whom_it_begins(tmp_path, mon
     assert f"warning: {line}" in (tmp_path / "run/run.log").read_text()
 
 
-def test_who_is_there_at_once_is_not_waited_for(tmp_path):
-    """Nothing is said."""
-    got, heard = [], Warned()
-    with pytest.raises(FederationError, match="refuses: this is a test"):
-        federate(
-            experiment(tmp_path),
-            tmp_path / "run",
-            Slow(),
-            Terms("wards", ("north",)),
-            callbacks=[heard],
-            report=got.append,
-        )
-    assert (got, heard.texts) == ([], [])
-
-
 @pytest.mark.parametrize("host", ["localhost", "hub.invalid"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_port_that_somebody_has_is_not_shared(host, shared):

@@ -45,22 +45,6 @@ def test_private_states_are_those_of_clients_alone(tmp_path):
     assert lines == [f"run {RUN}: up to round 1; sent 1 message, 2.0 kB; private states: 1.0 kB"]
 
 
-def test_runs_in_which_nothing_was_sent_are_a_number(tmp_path):
-    """Two were joined or refused, one sent a message of a method that keeps no state."""
-    log = SentLog(tmp_path / "site-w0" / "log")
-    log.add("join", run=OTHER, reported="w0 8 pairs")
-    log.add("refused", run=OTHER, round=7, refused="[limits] rounds")
-    log.add("failed", run="f" * 16, failed="no data")
-    log.add("train", run=RUN, round=2, client="w0", bytes=812)
-    files.private_folder(tmp_path / "site-w0" / "runs" / OTHER)
-    (tmp_path / "site-w0" / "runs" / OTHER / "order.json").write_text("{}")
-    assert [line for line in status(tmp_path) if not line.startswith((" ", "site"))] == [
-        f"run {RUN}: up to round 2; sent 1 message, 812 B; private states: none",
-        "1 request refused",
-        "2 runs without any upload",
-    ]
-
-
 @pytest.mark.parametrize("name", ["../../../etc", "x" * 5000, 5, ["a"], "\0"])
 def test_a_hub_does_not_break_the_status(tmp_path, name):
     """What it calls a run, a round and a client may be anything: the request is refused, and logged."""

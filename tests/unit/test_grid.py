@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from commands import sweep_command
+from commands import prefed_, sweep_command
 from finished import small_experiment, small_place, write_run
 from prefed.config.grid import parse_grid, parse_seeds
 from prefed.runs import sweep_child
@@ -124,7 +124,6 @@ def test_what_no_grid_can_be_made_of_is_refused_before_anything_runs(path, tmp_p
         (["--grid", "method.lr=1e-4,0.0001"], "--grid method.lr=1e-4,0.0001: 0.0001 is repeated"),
         (["--grid", "method.lr=1", "--grid", "method.lr=2"], "--grid method.lr=2: method.lr already appears"),
         (["--grid", "method.lr=1,2", "--set", "method.lr=3"], "method.lr is also set by --set; remove one"),
-        (["--grid", "seed=1,2"], "--grid seed=1,2: set seeds with --seeds"),
         (["--grid", "engine.workers=1,2"], "engine.workers=1,2: [engine] does not affect results"),
         (["--grid", "evaluate.split=test,validation"], "a sweep always selects on validation pairs"),
         (["--seeds", "0"], "--seeds 0: write a number of seeds, e.g. --seeds 3, or distinct seeds"),
@@ -132,12 +131,10 @@ def test_what_no_grid_can_be_made_of_is_refused_before_anything_runs(path, tmp_p
         (["--seeds", "2", "--set", "seed=3"], "--set seed=3: seed is set by the sweep; use --seeds"),
         (["--grid", "rounds=1,2", "--set", "evaluate.split=test"], "evaluate.split is set by the sweep"),
         (["--grid", "rounds=1,2", *NO_VALIDATION], "set data.validation or"),
-        (["--grid", "data.train=pairs.jsonl,more.jsonl"], "not found: more.jsonl"),
     ):
         with subtests.test(words=words, message=message):
-            result = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out"), *words])
-            assert result.exit_code == 1, result.output
-            assert message in result.stderr
+            result = prefed_("sweep", path, "--out", tmp_path / "out", *words, code=1)
+            assert message in result
             assert not (tmp_path / "out").exists()
 
 
@@ -181,28 +178,6 @@ def test_the_best_on_validation_pairs_is_chosen_and_judged_on_test_pairs(path):
     assert "lr0.01 (method.lr = 0.01) was selected from 3 combinations." in text
     assert "0.550 ± 0.141 over 2 seeds" in text
     assert '<tr class="chosen">' in text
-
-
-def test_what_is_finished_is_not_run_again(path):
-    """Given again it runs nothing; a wider grid runs what is new, and says where its choice lies."""
-    cells, sweep, toy, _ = sweep_of(path, "method.lr=0.001,0.01", figure=lr)
-    asyncio.run(sweep.grid(cells))
-    assert len(toy.calls) == 3
-    cells, sweep, toy, lines = sweep_of(path, "method.lr=0.001,0.01", figure=lr)
-    check_cells(cells)
-    (chosen,) = asyncio.run(sweep.grid(cells))
-    assert (toy.calls, lines[0]) == ([], "2 combinations, 1 seed, 2 runs, 2 already finished")
-    assert sentence(chosen).endswith(
-        "Its method.lr is at the end of the range tried; values beyond it may be better."
-    )
-    cells, sweep, toy, _ = sweep_of(path, "method.lr=0.1,0.01,0.001", figure=lambda e: -lr(e))
-    (chosen,) = asyncio.run(sweep.grid(cells))
-    assert toy.calls == ["lr0.1-seed5 validation"]
-    assert (chosen.cell.combination.name, chosen.at_end_of) == ("lr0.01", [])
-    (path.parent / "exp.toml").write_text(FILE.replace("rounds = 2", "rounds = 3"))
-    cells, *_ = sweep_of(path, "method.lr=0.001,0.01")
-    with pytest.raises(ValueError, match=r"seed5 contains a run with other settings: rounds is 2, not 3"):
-        check_cells(cells)
 
 
 def test_of_equal_ones_the_first_is_taken(path):
@@ -260,8 +235,7 @@ def test_a_grid_on_a_small_model(tmp_path, monkeypatch):
     file.write_text(tomli_w.dumps(small_experiment(place, rounds=1)))
     words = ["sweep", str(file), "--grid", "method.lr=1e-4,1e-2", "--out", str(place / "o"), "--jobs", "1"]
     words += ["--set", "data.validation_fraction=0.25"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
+    result = prefed_(*words)
     runs = sorted(each.name for each in (place / "o/exp").iterdir())
     assert runs == ["lr0.0001-seed3", "lr0.01-seed3"]
     summaries = {name: json.loads((place / "o/exp" / name / "summary.json").read_text()) for name in runs}
@@ -272,7 +246,7 @@ def test_a_grid_on_a_small_model(tmp_path, monkeypatch):
     assert chosen["validation"] == {name.removesuffix("-seed3"): {"3": mean} for name, mean in means.items()}
     judged = [name for name in runs if (place / "o/exp" / name / "judged-test.json").exists()]
     assert judged == [f"{chosen['name']}-seed3"]
-    assert str(place / "o/exp.html") in result.stdout
+    assert str(place / "o/exp.html") in result
     again = CliRunner().invoke(app, words)
     assert "2 already finished" in again.stdout
     assert "begins" not in again.stdout

@@ -55,18 +55,6 @@ LOG3 = math.log(3)
     [
         # β Δ = ½ (log 3 + log 3) = log 3 and σ(log 3) = 3/4, σ(−log 3) = 1/4.
         ("dpo", {"beta": 0.5}, pairs([LOG3], [-LOG3]), [math.log(4 / 3)]),
-        (
-            "cdpo",
-            {"beta": 0.5, "label_smoothing": 0.2},
-            pairs([LOG3], [-LOG3]),
-            [0.8 * math.log(4 / 3) + 0.2 * math.log(4)],
-        ),
-        (
-            "robust",
-            {"beta": 0.5, "label_smoothing": 0.2},
-            pairs([LOG3], [-LOG3]),
-            [(0.8 * math.log(4 / 3) - 0.2 * math.log(4)) / 0.6],
-        ),
         # An offset of 2 log(√3) = log 3 cancels β Δ = log 3: −log σ(0). The same offset, given as it is.
         ("odpo", {"beta": 0.5, "alpha": 2.0}, pairs([LOG3], [-LOG3], margin=[math.sqrt(3)]), [math.log(2)]),
         (
@@ -92,40 +80,12 @@ LOG3 = math.log(3)
         ("hinge", {"beta": 0.1}, pairs([2.0, 10.0], [-3.0, -10.0]), [0.5, 0.0]),
         # Per token 3/3 − (−2/4) = 1.5, less 1/(2 · 1) = 0.5: 1².
         ("ipo", {"beta": 1.0}, pairs([3.0], [-2.0], lengths=([3], [4])), [1.0]),
-        # z_w = mean(1, 3) = 2; z_l = max(0, mean(−1, −3)) = 0.
-        # Pair 1: ½ [σ(−1) + σ(−(2 + 1))]; pair 2: ½ [σ(−3) + σ(−(2 + 3))].
-        (
-            "kto_pair",
-            {"beta": 1.0},
-            pairs([1.0, 3.0], [-1.0, -3.0]),
-            [(1 / (1 + math.e) + 1 / (1 + math.e**3)) / 2, (1 / (1 + math.e**3) + 1 / (1 + math.e**5)) / 2],
-        ),
-        (
-            "kto_pair",
-            {"beta": 1.0, "desirable": 3.0, "undesirable": 0.0},
-            pairs([1.0, 3.0], [-1.0, -3.0]),
-            [1.5 / (1 + math.e), 1.5 / (1 + math.e**3)],
-        ),
         # 2 · (−1 + 2) − (2 − log 3) = log 3.
         ("simpo", {"beta": 2.0, "gamma": 2 - LOG3}, averages(-1.0, -2.0), [math.log(4 / 3)]),
-        # Odds 3 of P = 3/4 against odds 1/3 of P = 1/4: ratio 9, σ(log 9) = 0.9.
-        (
-            "orpo",
-            {"beta": 0.5},
-            averages(math.log(0.75), math.log(0.25)),
-            [-math.log(0.75) - 0.5 * math.log(0.9)],
-        ),
-        # 8 nats over 4 tokens; the pairs' shares 6 · 2/4 and 2 · 2/4.
-        (
-            "sft",
-            {},
-            PairBatch(torch.tensor([-6.0, -2.0], dtype=torch.float64), torch.tensor([3, 1])),
-            [3.0, 1.0],
-        ),
     ],
 )
 def test_golden(name: str, settings: dict[str, float], batch: PairBatch, expected: list[float]) -> None:
-    """Each value is derived in the comment above it."""
+    """Each value is derived in the comment above it; TRL has the others, see ``test_losses_trl.py``."""
     loss, _ = OBJECTIVES[name](batch, settings)
     torch.testing.assert_close(loss, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
@@ -222,29 +182,18 @@ def test_batch_statistics_is_declared_correctly(name: str) -> None:
 def test_needs_are_declared_correctly(name: str) -> None:
     """An objective works without what it says it does not need, and names what it does."""
     loss, full = OBJECTIVES[name], wide(2)
-    less = replace(
-        full,
-        reference_chosen=full.reference_chosen if loss.needs_reference else None,
-        reference_rejected=full.reference_rejected if loss.needs_reference else None,
-        policy_rejected=full.policy_rejected if loss.needs_rejected else None,
-        rejected_length=full.rejected_length if loss.needs_rejected else None,
-        margin=full.margin if loss.needs_margin else None,
-        reward_chosen=full.reward_chosen if loss.needs_reward else None,
-        reward_rejected=full.reward_rejected if loss.needs_reward else None,
-    )
+    needs = {
+        **dict.fromkeys(("reference_chosen", "reference_rejected"), loss.needs_reference),
+        **dict.fromkeys(("policy_rejected", "rejected_length"), loss.needs_rejected),
+        **dict.fromkeys(("reward_chosen", "reward_rejected"), loss.needs_reward),
+        "margin": loss.needs_margin,
+    }
+    less = replace(full, **{name: None for name, needed in needs.items() if not needed})
     assert torch.equal(loss(less)[0], loss(full)[0])
-    if loss.needs_reference:
-        with pytest.raises(ValueError, match="reference_chosen"):
-            loss(replace(full, reference_chosen=None))
-    if loss.needs_rejected:
-        with pytest.raises(ValueError, match="policy_rejected"):
-            loss(replace(full, policy_rejected=None))
-    if loss.needs_margin:
-        with pytest.raises(ValueError, match="margin"):
-            loss(replace(full, margin=None))
-    if loss.needs_reward:
-        with pytest.raises(ValueError, match="reward_rejected"):
-            loss(replace(full, reward_rejected=None))
+    for each in ("reference_chosen", "policy_rejected", "margin", "reward_rejected"):
+        if needs[each]:
+            with pytest.raises(ValueError, match=each):
+                loss(replace(full, **{each: None}))
 
 
 @given(st.floats(-50, 50), st.floats(0, 0.49))
@@ -298,14 +247,10 @@ def test_figures() -> None:
     ("name", "settings", "message"),
     [
         ("dpo", {"betta": 0.1}, "objective 'dpo' has no setting 'betta'; did you mean 'beta'?"),
-        ("dpo", {"gamma": 0.1}, "objective 'dpo' has no setting 'gamma'; it has: beta"),
         ("sft", {"beta": 0.1}, "objective 'sft' has no setting 'beta'; it has: none"),
         ("dpo", {"beta": 0.0}, "beta must be above 0, not 0.0"),
-        ("dpo", {"beta": math.nan}, "beta must be above 0, not nan"),
         ("cdpo", {"label_smoothing": 0.5}, "label_smoothing must be at least 0 and below 0.5"),
         ("odpo", {"log_margin": 2}, "log_margin must be 0 or 1"),
-        ("odpo", {"alpha": "1"}, "alpha must be at least 0, not '1'"),
-        ("pdpo", {"exclude": 2}, "exclude must be 0 or 1"),
         ("pdpo", {"most": 1.0}, "most must be at least 0 and below 1"),
         ("ppo", {"trace": 1.5}, "trace must be from 0 to 1, not 1.5"),
     ],

@@ -181,10 +181,6 @@ class TestOptimizers:
             path.append(at.flat.item())
         return path
 
-    def test_fedavgm(self) -> None:
-        """m = 1 then ½ + 2 = 2.5; φ = 1 + 0.1 · 1, then + 0.1 · 2.5."""
-        assert self.run("fedavgm", [1.0, 2.0], lr=0.1, momentum=0.5) == pytest.approx([1.1, 1.35])
-
     def test_fedadam(self) -> None:
         """τ = 1: v = ½ · 1 + ½ · 3² = 5, m = ½ · 3; φ = 1 + 1.5 / (√5 + 1). Then Δ = 0: m = 0.75, v = 2.5."""
         settings = {"lr": 1.0, "momentum": 0.5, "beta2": 0.5, "tau": 1.0}

@@ -85,32 +85,14 @@ def phases(method: Method, rounds: int = 2, clients: int = 2):
 
 
 def test_settings_reach_the_phase():
-    method = make(
-        "feddpo",
-        lr=0.3,
-        batch_size=3,
-        accumulate=2,
-        local_steps=7,
-        optimizer="adam",
-        betas=(0.8, 0.9),
-        momentum=0.5,
-        weight_decay=0.2,
-        clip=2.5,
-        objective="ipo",
-        beta=0.4,
-    )
-    phase = phases(method)[0]
-    assert (phase.batch_size, phase.accumulate, phase.steps, phase.epochs) == (3, 2, 7, None)
+    optimizer = {"lr": 0.3, "betas": (0.8, 0.9), "momentum": 0.5, "weight_decay": 0.2, "clip": 2.5}
+    counts = {"batch_size": 3, "accumulate": 2}
+    own = {"optimizer": "adam", "local_steps": 7, "objective": "ipo", "beta": 0.4}
+    phase = phases(make("feddpo", **optimizer, **counts, **own))[0]
+    assert {name: getattr(phase.optimizer, name) for name in optimizer} == optimizer
+    assert {name: getattr(phase, name) for name in counts} == counts
+    assert (phase.optimizer.name, phase.steps, phase.epochs) == ("adam", 7, None)
     assert (phase.objective.name, dict(phase.objective.settings)) == ("ipo", {"beta": 0.4})
-    o = phase.optimizer
-    assert (o.name, o.lr, o.betas, o.momentum, o.weight_decay, o.clip) == (
-        "adam",
-        0.3,
-        (0.8, 0.9),
-        0.5,
-        0.2,
-        2.5,
-    )
     assert set(phase.train) == set(initial())
 
 

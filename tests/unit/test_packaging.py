@@ -6,19 +6,16 @@ import ast
 import hashlib
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from prefed.data import DataError
@@ -198,44 +195,6 @@ def test_the_lock_holds_the_tested_versions() -> None:
     }
     assert {name for name in locked if name in pins and locked[name] != pins[name]} == set()
     assert {name for name in locked if re.match("torch$|triton$|nvidia-|cuda-", name)} == set()
-
-
-def test_the_sbom_names_the_wheel_of_each_package() -> None:
-    """cyclonedx-py and a wheel's file spell a name differently; an index compares both after PEP 503. A
-    package without a licence or a wheel is refused by name."""
-    complete = runpy.run_path(str(ROOT / "scripts" / "sbom.py"))["complete"]
-    one, two = "1" * 64, "2" * 64
-    requirements = f"dm_tree==0.1.9 --hash=sha256:{one}\nprefed==0.1.0+local --hash=sha256:{two}\n"
-    licences = [{"license": {"id": "Apache-2.0"}}]
-
-    def sbom(**package):
-        own = {"name": "prefed", "licenses": licences}
-        return {"metadata": {"component": own}, "components": [{"licenses": licences, **package}]}
-
-    full = complete(sbom(name="Dm.Tree"), requirements)
-    assert full["components"][0]["hashes"] == [{"alg": "SHA-256", "content": one}]
-    assert full["metadata"]["component"]["hashes"] == [{"alg": "SHA-256", "content": two}]
-    with pytest.raises(SystemExit, match="dm-tree declares no licence"):
-        complete(sbom(name="dm-tree", licenses=[]), requirements)
-    with pytest.raises(SystemExit, match="pip is installed but not in requirements"):
-        complete(sbom(name="pip"), requirements)
-
-
-def test_a_wheelhouse_is_constrained_to_one_version_of_each_package() -> None:
-    """The lock has some packages in two versions, for different Pythons: without markers, both would hold."""
-    script = (ROOT / "scripts" / "wheelhouse.sh").read_text("utf-8")
-    expression = re.findall(r"sed -n '(.*)' \"\$here/lock.txt\"", script)[0]
-    lines = subprocess.run(
-        ["sed", "-n", expression, ROOT / "lock.txt"], capture_output=True, check=True, text=True
-    )
-    constraints = [Requirement(line) for line in lines.stdout.splitlines()]
-    twice = Counter(constraint.name for constraint in constraints)
-    assert max(twice.values()) == 2
-    for python in ("3.11", "3.12", "3.13", "3.14"):
-        here = {"python_version": python, "python_full_version": f"{python}.1"}
-        held = [each.name for each in constraints if each.marker is None or each.marker.evaluate(here)]
-        assert len(held) == len(set(held))
-        assert {name for name in twice if twice[name] == 2} <= set(held)
 
 
 @pytest.mark.rare

@@ -13,10 +13,9 @@ import pages
 from finished import CLIENTS, write_run
 from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
-from prefed.ui.pages import clients, origin, round_curves
+from prefed.ui.pages import origin, round_curves
 from prefed.ui.pages.html import environment
 from prefed.ui.pages.page import render, write_page
-from prefed.ui.pages.tables import metrics_table
 
 Page = partial(pages.Page, without=("style", "pre", "svg"))
 
@@ -131,34 +130,6 @@ def test_of_more_clients_quantiles_are_drawn_over_rounds(tmp_path):
     assert "preference accuracy, worst tenth" in render(run)
 
 
-def test_the_tables_of_clients_have_an_order(run):
-    """On the page the least accurate client is first, though its name is the last; on the terminal names are
-    in alphabetical order."""
-    assert [client for client, _ in clients.clients_table(run).rows] == ["cyd", "ann", "bob"]
-    table = metrics_table("", list(run.figures.values()), run.pairs)
-    assert [client for client, _ in table.rows] == ["ann", "bob", "cyd"]
-
-
-def test_no_interval_is_beyond_what_a_share_can_be(tmp_path):
-    """Clients with none and all of 4 pairs: the first is at 0 to 0.490, the other at 0.510 to 1, wherever the
-    page says so. Of the mean, before and after: √(2 · 0.490²)/2 = 0.346 above 0, and √(0.490²)/2 = 0.245 on
-    either side of ½; the band in the plot has the same ends. The lowest client is first."""
-    run = read_run(write_run(tmp_path / "run", {"up": (0.0, 1.0, 1.0), "down": (0.0, 0.0, 0.0)}))
-    page = Page(render(run)).data
-    assert "preference accuracy, worst client0% (0% to 49%)before 0%, down, 4 pairs" in page
-    table = clients.clients_table(run)
-    column = table.heads.index(run.figures["preference_accuracy"].label) - 1
-    assert [(client, cells[column]) for client, cells in table.rows] == [
-        ("down", "0.000 (0.00 to 0.49)"),
-        ("up", "1.000 (0.51 to 1.00)"),
-    ]
-    assert table.caption == "Lowest first; 95% intervals in brackets."
-    (row,) = [cells for name, cells in clients.fairness(run).rows if name == "95% interval of the mean"]
-    assert row[:2] == ["0.000 to 0.346", "0.255 to 0.745"]
-    mean = round_curves.accuracy(run).panels[0].shown[0]
-    assert (min(mean.low), max(mean.high)) == (0.0, pytest.approx(0.745, abs=1e-3))
-
-
 def test_contents_name_every_section_once(text):
     page = Page(text)
     ids = [attributes["id"] for attributes in page.named("h2")]
@@ -199,18 +170,6 @@ def test_the_page_says_what_the_data_are_and_where_the_run_was_made(tmp_path):
 def test_equal_runs_give_equal_pages(tmp_path, run, text):
     write_page(run, tmp_path / "deep/page.html")
     assert (tmp_path / "deep/page.html").read_text() == text
-
-
-def test_the_page_shows_gradients_consensus_and_delays(tmp_path):
-    visits = [[{"client": "ann", "late": n, "asked": 0.0, "at": 1.0}] for n in (0, 1)]
-    same = {"global_loss": 0.6, "gradient_norm": 2.0, "paper_gap": 0.5, "consensus_before": 0.4, "rho": 0.5}
-    figures = {name: [value] * 2 for name, value in same.items()}
-    figures |= {"consensus_after": [0.1, 0.0], "visits": visits, "time": [1, 2]}
-    text = render(read_run(write_run(tmp_path / "run", figures=figures)))
-    assert "gradient norm from 2 to 2; paper gap from 0.5 to 0.5" in text
-    assert "in the last round 0.4 before mixing, 0 after" in text
-    assert "1 upload 0 rounds late, 1 upload 1 round late; the run took 2.0 s on the virtual clock" in text
-    assert "Gradients, consensus and delays" not in render(read_run(write_run(tmp_path / "plain")))
 
 
 def test_a_template_cannot_be_given_text_that_changes_the_page():

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, PhaseResult, Tensors
 from prefed.data.tokens import Pair
-from prefed.models import ModelConfig, ModelError, make_backbone
+from prefed.models import ModelConfig, make_backbone
 from prefed.train import PairTrainer, logprobs
 from small_models import float64
 
@@ -332,22 +332,6 @@ def test_rewards_of_a_batch_are_standardised_over_the_visit(monkeypatch: pytest.
     ((rows, rewards),) = seen
     assert len(rows) == 3
     assert torch.equal(rewards, ppo._scores(np.arange(6))[torch.from_numpy(rows)])
-
-
-def test_what_is_missing_is_named() -> None:
-    pair_trainer, tensors, parts = make(rewards=False)
-    with pytest.raises(ModelError, match="reward_model"):
-        pair_trainer.visit(np.arange(6), Key(0), parts).train(tensors, phase(pair_trainer))
-    pair_trainer, tensors, parts = make(needs=frozenset({"lora"}))
-    with pytest.raises(ModelError, match="part 'value'"):
-        pair_trainer.visit(np.arange(6), Key(0), parts).train(tensors, phase(pair_trainer))
-    pair_trainer, tensors, parts = make()
-    with pytest.raises(ValueError, match="no preference pairs"):
-        pair_trainer.visit(np.arange(0), Key(0), parts).train(tensors, phase(pair_trainer))
-    with pytest.raises(ValueError, match="no setting 'beta'"):
-        pair_trainer.visit(np.arange(6), Key(0), parts).train(
-            tensors, phase(pair_trainer, settings={"beta": 0.1})
-        )
 
 
 @float64()

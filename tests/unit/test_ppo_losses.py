@@ -14,7 +14,6 @@ from prefed.train.losses.ppo import (
     kl_estimate,
     pair_rewards,
     policy_loss,
-    ppo,
     rollout,
     standardize,
     token_rewards,
@@ -147,62 +146,9 @@ def test_kl_estimate_is_a_divergence(seed: int) -> None:
 SETTINGS = {"kl": 0.0, "discount": 1.0, "trace": 1.0, "scaled": 0.0}
 
 
-def test_rollout_golden() -> None:
-    """One pair of two tokens and one, d/2 = 3, V = 0: at γ = λ = 1 the advantages are 3, 3, −3, of mean 1
-    and σ = √8; scaled they keep their signs. With V = 1 each advantage
-    is 1 lower, and the returns are the same."""
-    lengths, zero = torch.tensor([2, 1]), torch.zeros(3, dtype=torch.float64)
-    plain = rollout(zero, zero, zero, t(3, -3), lengths, **SETTINGS)
-    close(plain.advantages, t(3, 3, -3))
-    close(plain.returns, t(3, 3, -3))
-    scaled = rollout(zero, zero, zero, t(3, -3), lengths, **{**SETTINGS, "scaled": 1.0})
-    close(scaled.advantages, t(3, 3, -3) / math.sqrt(8))
-    close(scaled.returns, t(3, 3, -3))
-    critic = rollout(zero, zero + 1, zero, t(3, -3), lengths, **SETTINGS)
-    close(critic.advantages, t(2, 2, -4))
-    close(critic.returns, t(3, 3, -3))
-    close(plain.take(torch.tensor([2])).advantages, t(-3))
-
-
 def test_rollout_without_any_reward_has_no_advantages() -> None:
     """The advantages are all 0. Their standard deviation is 0 too, and nothing is divided by it."""
     zero = torch.zeros(3)
     assert not rollout(
         zero, zero, zero, zero[:1], torch.tensor([3]), **{**SETTINGS, "scaled": 1.0}
     ).advantages.any()
-
-
-def test_ppo_golden() -> None:
-    """ρ = (1, 2), A = (1, −1), V = (0, ½), G = (1, 1), V_old = 0, ε = 0.9, entropies (1, 3), coefficients
-    ½ and 0.1: policy −1 and 2, critic 1 and ¼."""
-    old = rollout(t(0, 0), t(0, 0), t(0, 0), t(1, 1), torch.tensor([1, 1]), **SETTINGS)
-    old = type(old)(old.logprobs, old.values, t(1, -1), old.returns)
-    loss, figures = ppo(old, t(0, math.log(2)), t(0, 0.5), t(1, 3), clip=0.9, value=0.5, entropy=0.1)
-    close(loss, t(-1 + 0.5 - 0.1, 2 + 0.125 - 0.3))
-    expected = {
-        "policy_loss": 0.5,
-        "value_loss": 0.625,
-        "entropy": 2.0,
-        "kl": (1 - math.log(2)) / 2,
-        "clipped": 0.5,
-    }
-    assert {name: float(value) for name, value in figures.items()} == pytest.approx(expected)
-
-
-@given(st.integers(1, 5), st.integers(1, 5), SEEDS, st.floats(-3, 3))
-def test_the_first_gradient_is_the_policy_gradient(
-    chosen: int, rejected: int, seed: int, half: float
-) -> None:
-    """A softmax policy with separate logits for every position of a response. With λ = 1, V = 0, no penalty,
-    no entropy, sums and no scaling, tokens of y_w have A = d/2 and those of y_l −d/2, and at ρ = 1 the
-    slope of −ρA in log π is −A: together −(d/2) ∇[log π(y_w) − log π(y_l)]."""
-    draw = torch.Generator().manual_seed(seed)
-    logits = torch.randn(5, 4, generator=draw, dtype=torch.float64).requires_grad_()
-    words = [torch.randint(4, (n,), generator=draw) for n in (chosen, rejected)]
-    parts = [logits.log_softmax(1)[torch.arange(len(w)), w] for w in words]
-    new, zero = torch.cat(parts), torch.zeros(chosen + rejected, dtype=torch.float64)
-    old = rollout(new.detach(), zero, zero - 1, t(half, -half), torch.tensor([chosen, rejected]), **SETTINGS)
-    loss, _ = ppo(old, new, zero, zero, clip=0.2, value=0.0, entropy=0.0)
-    ours = torch.autograd.grad(loss.sum(), logits, retain_graph=True)[0]
-    theirs = torch.autograd.grad(-half * (parts[0].sum() - parts[1].sum()), logits)[0]
-    close(ours, theirs)

@@ -29,7 +29,6 @@ from prefed.core import Key
 from prefed.models import ModelConfig, make_backbone
 from prefed.models.pretrained import (
     ModelError,
-    bfloat16_cost,
     find_device,
     load_causal,
     load_pretrained,
@@ -112,7 +111,6 @@ FOLDERS = {
     "no-weights": (("config", "vocabulary"), ["no weights"]),
     "no-config": (("vocabulary", "weights"), ["no config.json"]),
     "no-vocabulary": (("config", "weights", "settings"), ["tokenizer", "no vocabulary"]),
-    "more-files": (("config", "vocabulary", "notes"), ["no weights"]),
 }
 """Folder → what it holds, and what the message names."""
 EACH = """
@@ -261,25 +259,6 @@ def test_bfloat16_on_a_cpu_that_multiplies_it_more_slowly_is_noted(cost, monkeyp
     assert ["takes 112 times as long" in line for line in hint] == ([] if cost <= 1 else [True])
 
 
-def test_bfloat16_costs_the_fastest_of_its_products_per_one_in_float32(monkeypatch):
-    """2 s and 0.5 s, as a clock says that moves on by these after the product of either kind."""
-    seconds = {torch.bfloat16: 2.0, torch.float32: 0.5}
-
-    def repeat(product, number, repeat):
-        return [seconds[product().dtype] / number + late for late in range(repeat)]
-
-    monkeypatch.setattr("timeit.repeat", repeat)
-    bfloat16_cost.cache_clear()
-    assert bfloat16_cost() == 4
-    bfloat16_cost.cache_clear()
-
-
-def test_bfloat16_on_a_gpu_that_emulates_it_is_noted(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: emulated)
-    _, hint = precision_notes(ModelConfig(name="m", device="cuda", dtype="bfloat16"))
-    assert hint.endswith("this GPU emulates it; float16 is faster")
-
-
 def test_products_in_float32_on_a_gpu_do_not_use_tf32(gpu, monkeypatch):
     """The choice is made on a GPU only, before anything is computed."""
     chosen = []
@@ -289,24 +268,6 @@ def test_products_in_float32_on_a_gpu_do_not_use_tf32(gpu, monkeypatch):
     for device in ("cpu", "cuda"):
         make_backbone(causal("llama"), None, ModelConfig(name="m", device=device, dtype="float32"), Key(0))
     assert chosen == ["highest"]
-
-
-@pytest.mark.parametrize(("device", "place"), [("cuda", {"device_map": {"": 1}}), ("cpu", {})])
-def test_weights_are_read_straight_to_the_current_gpu(device, place, gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    asked, made = [], SimpleNamespace(named_parameters=dict)
-
-    def from_pretrained(name, **more):
-        asked.append(more)
-        return made, COMPLETE
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    load_causal(
-        ModelConfig.model_validate({**checkpoint(tmp_path / "m", dtype="bfloat16"), "device": device})
-    )
-    (options,) = asked
-    assert {name: value for name, value in options.items() if name == "device_map"} == place
-    assert options["dtype"] == (torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 @pytest.fixture

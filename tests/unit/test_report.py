@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from finished import CLIENTS, write_run
-from prefed.core import Privacy
 from prefed.runs.finished_run import RunError, read_run
-from prefed.train.metrics import federated_metric, federated_metrics, spread
-from prefed.ui.pages import clients, round_curves
+from prefed.train.metrics import federated_metric, spread
+from prefed.ui.pages import clients
 from prefed.ui.pages.comparison_data import Compared, differences, disagreements, labels
 from prefed.ui.pages.comparison_tables import differences_table, runs_table
 from prefed.ui.pages.page import render
-from prefed.ui.pages.tables import metrics_table, terminal
-from prefed.ui.pages.terminal import print_result
+from prefed.ui.pages.tables import terminal
 
 
 @pytest.fixture(scope="module")
@@ -103,28 +101,6 @@ def test_rounds_without_an_evaluation_or_a_loss_are_gaps(tmp_path):
     assert "<html" in render(run)
 
 
-def test_clients_too_small_for_a_figure_are_said_and_counted(tmp_path):
-    """dee and eve have 2 pairs each of the 4 that it takes: (0.75 + 1 + 0.25 + 0 + 0.5)/5 = 0.5 is the mean.
-    They are named nowhere, and every table says that they count in means."""
-    small = {"dee": {"x": 0.0}, "eve": {"x": 0.5}}
-    accuracies = {client: {"x": values[-1]} for client, values in CLIENTS.items()} | small
-    pairs = dict.fromkeys(CLIENTS, 4) | dict.fromkeys(small, 2)
-    figure = federated_metrics(accuracies, pairs, Privacy(minimum_pairs=4))["x"]
-    path = write_run(tmp_path / "run", preference_accuracy=figure)
-    run = read_run(path)
-    assert (run.evaluated, run.clients) == (5, ("ann", "bob", "cyd"))
-    assert run.spread("preference_accuracy").mean == pytest.approx(0.5)
-    warning = "2 clients have fewer pairs than [privacy] minimum_pairs: counted in means only"
-    page = render(run)
-    assert warning in page
-    assert "5 clients evaluated" in page
-    assert "dee" not in page
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    print_result({**run.summary, "dropped": 0, "reward_accuracy": figure}, console)
-    assert warning in console.export_text()
-    assert "0.500" in side_by_side(run, read_run(write_run(tmp_path / "other")))
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -178,28 +154,12 @@ def test_a_damaged_file_is_named_with_what_is_wrong_in_it(tmp_path, damage, mess
     assert str(error.value).startswith(str(path))
 
 
-def test_an_unfinished_run_says_how_to_go_on(tmp_path):
-    path = write_run(tmp_path / "a run", fingerprint={})
-    (path / "summary.json").unlink()
-    with pytest.raises(RunError) as error:
-        read_run(path)
-    assert "after round 2" in str(error.value)
-    assert str(error.value).endswith(f"prefed run '{path}/config.toml' --out '{path}' --resume")
-
-
 def test_the_error_for_a_misspelt_directory_names_the_nearest(tmp_path):
     write_run(tmp_path / "feddpo-seed1")
     with pytest.raises(RunError, match=r"no such directory; did you mean .*feddpo-seed1\?"):
         read_run(tmp_path / "feddpo-sed1")
     with pytest.raises(RunError, match=r"it has no config\.toml; runs inside: feddpo-seed1"):
         read_run(tmp_path)
-
-
-def test_a_table_of_clients(run):
-    text = printed(terminal(metrics_table("title", list(run.figures.values()), run.pairs)))
-    assert re.search(r"ann +4 +0.250 +0.750", text)
-    assert re.search(r"mean +0.250 +0.667", text)
-    assert re.search(r"Jain index +0.600 +0.821", text)  # (3/4)²/(3·5/16) = 0.6; 32/39
 
 
 def test_a_comparison_marks_the_best_and_what_differs(tmp_path):
@@ -272,33 +232,6 @@ def test_runs_of_one_name_are_distinguished(tmp_path):
     paths = [write_run(tmp_path / folder / "run") for folder in ("x", "y")]
     assert labels([read_run(path) for path in paths]) == ["x/run", "y/run"]
     assert labels([read_run(paths[0])]) == ["run"]
-
-
-def test_figures_of_one_family_share_a_panel(tmp_path):
-    run = read_run(
-        write_run(
-            tmp_path / "run",
-            figures={"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.4], "merged": [2, 2], "more": [1, 2]},
-        )
-    )
-    (panel, other) = round_curves.numbers(run, round_curves.own_metrics(run)).plot.panels
-    assert (panel.title, other.title) == ("gate", "more")
-    assert [(line.name, [y for _, y in line.points]) for line in panel.shown] == [
-        ("0", [0.1, 0.9]),
-        ("1", [0.5, 0.4]),
-    ]
-
-
-def test_figures_that_do_not_change_are_lines(tmp_path):
-    """Of one family all are drawn if one of them changes. Means of evaluations stand apart."""
-    got = {"gate/0": [0.1, 0.9], "gate/1": [0.5, 0.5], "merged": [2, 2]}
-    run = read_run(write_run(tmp_path / "run", figures=got))
-    assert round_curves.evaluated_metrics(run) == ["margin"]
-    assert round_curves.moving(run, round_curves.own_metrics(run)) == (["gate/0", "gate/1"], {"merged": 2.0})
-    numbers = round_curves.numbers(run, round_curves.own_metrics(run))
-    assert numbers.constant == ["merged: 2 in all 2 reported rounds."]
-    assert numbers.plot.alt == "gate/0 from 0.1 to 0.9; gate/1 from 0.5 to 0.5."
-    assert round_curves.numbers(run, ["merged"]).plot is None
 
 
 def test_many_clients_are_drawn_as_a_distribution(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -11,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from finished import write_run
 from prefed.runs.finished_run import EXAMPLES, Outcome, RunError, alignment_of, judged_of, read_run
-from prefed.ui.pages.chart_data import Bars, Line
-from prefed.ui.pages.comparison_tables import print_comparison
 from prefed.ui.pages.outcomes import (
     epochs_table,
     generation_answers,
     generations_chart,
-    judged_chart,
 )
 from prefed.ui.pages.page import render, write_page
 
@@ -164,27 +159,6 @@ def test_the_first_prompts_are_shown_and_the_last_verdict_of_each_counts(tmp_pat
     (judged,) = judged_of(read_run(judged_run(tmp_path / "run", *rows)))
     assert [each.prompt for each in judged.examples] == [f"prompt {k}" for k in range(1, EXAMPLES + 1)]
     assert [each.outcome for each in judged.examples] == ["win", "win", "loss", "win"]
-
-
-@pytest.mark.parametrize(("number", "named"), [(1, "feddpo after round 1"), (2, "feddpo"), (None, "feddpo")])
-def test_a_comparison_of_an_earlier_round_says_so(tmp_path: Path, number: int | None, named: str) -> None:
-    """The run has two rounds, so round 1 was judged before it continued; old comparisons have no round."""
-    path = judged_run(tmp_path / "run", **({} if number is None else {"round": number}))
-    page, console = render(read_run(path)), Console(file=io.StringIO(), width=250)
-    print_comparison([read_run(path), read_run(write_run(tmp_path / "other"))], console)
-    for text in (page, console.file.getvalue()):
-        assert re.search(rf"{named} against base", text)
-        assert ("after round" in text) == (number == 1)
-
-
-def test_a_plot_has_a_point_and_its_interval(tmp_path: Path) -> None:
-    chart = judged_chart(judged_of(read_run(judged_run(tmp_path / "run"))))
-    assert chart is not None
-    (panel,) = chart.panels
-    interval, point = panel.shown
-    assert isinstance(interval, Bars)
-    assert isinstance(point, Line)
-    assert (panel.at_x, point.points, interval.spans) == (0.5, [(0.625, 0.0)], [(0.0, 0.5, 0.75)])
 
 
 def test_texts_are_escaped_and_capped(tmp_path: Path) -> None:

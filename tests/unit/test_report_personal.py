@@ -57,16 +57,6 @@ def test_a_profile_has_clients_in_rows_and_blocks_in_their_order(gated):
     assert profile.ends == "0.50 in block 0, 0.50 in block 11"
 
 
-def test_a_heat_map_spans_its_data_and_says_so(tmp_path):
-    """Gates between 0.50 and 0.53 would be one grey on a scale from 0 to 1."""
-    gates = {"ann": {"0": 0.5, "1": 0.53}, "bob": {"0": 0.51, "1": 0.52}}
-    run = read_run(write_run(tmp_path / "run", personal={"gate": gates}))
-    ((label, plot, _),) = clients.blocks(run)
-    (cells,) = plot.panels[0].shown
-    assert (cells.low, cells.high) == (0.5, 0.53)
-    assert (label, plot.caption.partition(". ")[0]) == ("Gates", "The scale ranges from 0.50 to 0.53")
-
-
 def test_many_clients_are_a_median_and_where_they_lie(tmp_path):
     """Client k of 0 … 100 has k/100: the median is 0.5, the middle half 0.25 to 0.75; in block 1 halved."""
     gates = {f"c{k}": {"0": k / 100, "1": k / 200} for k in range(101)}

@@ -11,7 +11,6 @@ import pytest
 
 from finished import write_run
 from prefed.runs.finished_run import RunError, read_run
-from prefed.train.metrics.run_warnings import COLLAPSE_REMEDY
 from prefed.ui.pages import tastes
 from prefed.ui.pages.page import write_page
 
@@ -64,34 +63,6 @@ def test_the_page_has_a_section_on_tastes(tmp_path: Path) -> None:
     assert "ann trusts bob most; cyd trusts ann most." in page
     assert "|ann||1.000||0.250||0||bob|" in page
     assert "|bob||0.750||0.500||0|||" in page
-
-
-def test_what_clients_sent_is_shown_with_a_warning_where_it_is_not_their_taste() -> None:
-    """0.75 with own z: 0.625 is 0.125 below it, 0.7 is near."""
-    far, near = ({**MEASURED, "sent": got} for got in (0.625, 0.7))
-    assert "62.5%" in dict(tastes.tastes_facts(far))["accuracy with the z sent to the server"]
-    assert "with the z sent to the server 0.625" in tastes.tastes_line(far)
-    assert "fewer local_steps" in tastes.tastes_line(far)
-    assert (
-        "fewer"
-        not in tastes.tastes_line(near)
-        + dict(tastes.tastes_facts(near))["accuracy with the z sent to the server"]
-    )
-
-
-def test_collapsed_tastes_are_called_so_whatever_units_are_active() -> None:
-    got = {**MEASURED, "another": 0.745, "collapsed": True, "active_units": 3}
-    another = "with another client's 0.745"
-    assert tastes.tastes_line(got) == (
-        f"tastes: accuracy with own z 0.750, {another}; the tastes have collapsed: {COLLAPSE_REMEDY}"
-    )
-    assert (
-        f"no, they have collapsed: own z gains 0.5 points over another's; {COLLAPSE_REMEDY}"
-        in dict(tastes.tastes_facts(got)).values()
-    )
-    shared = {**MEASURED, "own": 0.95, "another": 0.945}
-    assert tastes.tastes_line(shared) == "tastes: accuracy with own z 0.950, with another client's 0.945"
-    assert tastes.verdict(shared) == "the clients have the same taste: own z gains 0.5 points over another's"
 
 
 def test_one_client_without_prototypes_or_trust() -> None:

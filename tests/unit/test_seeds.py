@@ -15,7 +15,7 @@ from finished import config, write_run
 from prefed.runs import seed_groups, significance
 from prefed.runs.finished_run import read_run
 from prefed.runs.seed_groups import cases
-from prefed.ui.pages.comparison_data import Compared, case_names, disagreements, few_seeds, rows_of_tests
+from prefed.ui.pages.comparison_data import case_names, disagreements, rows_of_tests
 
 
 def run(folder, method, seed, ends, *, by="column", data="x", shared=None, **summary):
@@ -131,18 +131,6 @@ def test_holm_is_never_below_and_keeps_the_order(p):
     assert [adjusted[k] for k in order] == sorted(adjusted)
 
 
-def test_few_seeds_are_called_few(tmp_path):
-    """2 of the 2³ choices of signs are as extreme as it gets: 0.25; of ten, 2/1024."""
-    three = cases([*several(tmp_path / "a", "feddpo", dict.fromkeys(range(3), 0.5)),
-                   *several(tmp_path / "a", "fedprox", dict.fromkeys(range(3), 0.6))])  # fmt: skip
-    assert few_seeds(three).startswith("With only 3 seeds in common, Wilcoxon's p cannot be below 0.25. ")
-    ten = cases([*several(tmp_path / "b", "feddpo", dict.fromkeys(range(10), 0.5)),
-                 *several(tmp_path / "b", "fedprox", dict.fromkeys(range(10), 0.6))])  # fmt: skip
-    assert few_seeds(ten).startswith("With 10 seeds in common, Wilcoxon's p cannot be below 0.00195. ")
-    assert few_seeds(cases(several(tmp_path / "c", "feddpo", {1: 0.5}))).startswith("With a single seed, ")
-    assert not Compared(tuple(several(tmp_path / "d", "feddpo", {1: 0.5}))).several_seeds
-
-
 def test_gains_of_clients_on_common_seeds(tmp_path):
     """Ann gains 0.2 and 0.4 on seeds 1 and 2, bob 0 twice; seed 3 has no partner. Where a partition deals the
     pairs anew with each seed, a client of one seed is another client than of the next."""
@@ -159,21 +147,6 @@ def test_gains_of_clients_on_common_seeds(tmp_path):
         assert fixed == (by != "dirichlet")
         assert seed_groups.gains(case, other, "preference_accuracy", fixed=fixed) == pytest.approx(expected)
     assert seed_groups.by_client(case, "preference_accuracy", fixed=True)["ann"] == pytest.approx(17 / 30)
-
-
-def test_the_case_that_others_are_compared_with(tmp_path):
-    """Not a personalised one, and of the others that with most seeds."""
-    own = {"ann": 0.5, "bob": 0.5}
-    known = cases(
-        [
-            *several(tmp_path, "ditto", {1: 0.7, 2: 0.7, 3: 0.7}, shared=own),
-            *several(tmp_path, "feddpo", {1: 0.5}),
-            *several(tmp_path, "fedprox", {1: 0.5, 2: 0.5}),
-            *several(tmp_path, "scaffold", {1: 0.5, 2: 0.5}),
-        ]
-    )
-    assert seed_groups.reference_case(known) == 2
-    assert seed_groups.reference_case(known[:1]) == 0
 
 
 def test_what_was_spent_by_the_end_of_a_round(tmp_path):

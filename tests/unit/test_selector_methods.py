@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from prefed.core import Key, Method, Round, State, Tensors, Upload
 from prefed.merge import Aggregator, BadUpload, MergeConfig, TooFewUploads
@@ -41,31 +40,6 @@ def sends(client: str, step: float, weight: float = 2.0, number: int = 3) -> Upl
 def grouped(method: Method, **members: int):
     """The server's first state with these clusters, after the warm-up."""
     return method.init_server(START).update(values={"clusters": members})
-
-
-@pytest.mark.parametrize("name", ["fedbis", "fedbiscuit"])
-def test_settings_are_the_papers(name):
-    """Tables 3 and 4: AdamW with betas (0.9, 0.95) at 1e-5, 30 iterations, 32 presented orders in a batch."""
-    settings = METHODS[name].Settings()
-    phase = settings.phase("train", ["lora/0/q/A"])
-    assert (phase.optimizer.name, phase.optimizer.lr, phase.optimizer.betas) == ("adamw", 1e-5, (0.9, 0.95))
-    assert (phase.steps, phase.epochs, phase.batch_size, phase.objective.name) == (30, None, 16, "choice")
-    epochs = METHODS[name].Settings(local_epochs=2).phase("train", ["lora/0/q/A"])
-    assert (epochs.steps, epochs.epochs) == (None, 2)
-    assert METHODS[name].reads == make(name).reads == "choice"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 7}, r"batch_size\n  Input should be a multiple of 2 "),
-        ({"local_steps": 3, "local_epochs": 2}, "exactly one of local_steps and local_epochs"),
-        ({"objective": "dpo"}, "objective"),
-    ],
-)
-def test_settings_that_are_refused(settings, message):
-    with pytest.raises(ValidationError, match=message):
-        METHODS["fedbis"].Settings(**settings)
 
 
 @pytest.mark.parametrize(
@@ -116,21 +90,6 @@ def test_a_warm_up_that_nobody_names_fits_the_rounds(rounds, selectors, grouping
     due = [number for number in range(1, rounds + 1) if method.exchanges[0].due(number)]
     assert due == list(groupings)
     assert not caplog.messages
-
-
-def test_selectors_warm_up_in_turn_and_groupings_follow():
-    """Two selectors of two rounds each: rounds 1, 2 and 3, 4; groupings before rounds 5, 8, 11."""
-    method = biscuit(warmup_rounds=2)
-    server, sent = method.init_server(START), []
-    for number in range(1, 5):
-        download = method.exchanges[1].send(server, "a", at(number))
-        sent.append(download.scalars["cluster"])
-        assert list(download.tensors) == ["model"]
-        upload = sends("a", 0.1 * number, number=number)
-        server = method.exchanges[1].merge(server, [upload], at(number))
-        assert method.publish(server, "a").scalars["cluster"] == sent[-1]
-    assert sent == [0, 0, 1, 1]
-    assert [number for number in range(1, 13) if method.exchanges[0].due(number)] == [5, 8, 11]
 
 
 def test_a_round_that_merges_nothing_delays_no_warm_up():

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from prefed.core import Key
-from prefed.core.openmp import cores_are_free
 from prefed.data import synthetic
 from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
@@ -180,18 +179,6 @@ def test_threads_that_wait_sleep_soon(environment, counts):
         check=True,
     )
     assert any(f"GOMP_SPINCOUNT = '{count}'" in process.stderr for count in counts)
-
-
-@pytest.mark.parametrize(
-    ("running", "cores", "free"), [(1, 2, True), (2, 2, False), (3, 2, False), (4, 16, True), (5, 16, False)]
-)
-def test_threads_may_look_longer_where_little_else_runs(monkeypatch, running, cores, free):
-    """The one that asks is among those that run. Others on a quarter of the cores make a machine busy."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    monkeypatch.setattr(Path, "read_text", lambda _: f"0.10 0.20 0.30 {running}/321 4711\n")
-    assert cores_are_free() is free
-    monkeypatch.setattr(Path, "read_text", lambda _: "")
-    assert not cores_are_free()
 
 
 def test_an_import_sets_no_environment_variable():

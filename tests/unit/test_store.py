@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crashes import Crash, Failing, content
+from crashes import Crash, Failing, content, crashed
 from prefed.core import State, files
 from prefed.core.wire import encode
 from prefed.store import NodeFile, RunReader, RunWriter, StoreError, client_file, writer
@@ -65,18 +65,7 @@ def test_a_crash_at_any_file_operation_loses_at_most_the_round(tmp_path, monkeyp
     """Every single file operation of a run is failed in turn; resumed, each run ends the same."""
     play(tmp_path / "whole", 3)
     expected = content(tmp_path / "whole")
-    at = 0
-    while True:
-        at += 1
-        run = tmp_path / f"crash{at}"
-        monkeypatch.setattr(files, "os", Failing(at))
-        try:
-            play(run, 3)
-            break
-        except Crash:
-            pass
-        finally:
-            monkeypatch.setattr(files, "os", os)
+    for at, run in enumerate(crashed(tmp_path, monkeypatch, lambda path: play(path, 3)), 1):
         # A reader between the crash and the repair sees a whole round.
         if (run / "checkpoint/COMMIT.json").exists():
             reader = RunReader(run)

@@ -13,9 +13,8 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from typer.testing import CliRunner
 
-from commands import sweep_command
+from commands import prefed_, sweep_command
 from finished import small_place
 from forked import Command
 from prefed.config import ConfigError, to_toml
@@ -23,7 +22,6 @@ from prefed.runs import sweep_child
 from prefed.runs.start_or_resume import fitted
 from prefed.runs.sweep import Sweep, check_cells, next_rate, sweep_cells
 from prefed.runs.sweep_child import code_version, commits, run_in_process
-from prefed.ui.cli import app
 from prefed.ui.pages.sweep import keep, rate
 from preferences import jsonl
 from waiting import WATCHDOG, until
@@ -285,33 +283,6 @@ def test_a_table_takes_up_what_is_finished(tmp_path):
     assert (tmp_path / "toy.md").read_text() == before
 
 
-def test_a_row_names_every_commit_of_its_runs(tmp_path):
-    """Also of those that lost: they had a part in the choice. A run from elsewhere may have none."""
-    toy, cells = Toy(peak(3e-3)), toy_cells(tmp_path)
-    make(toy, cells)
-    (tmp_path / "toy/local-lr0.001-seed1/commit").write_text("bcd2345+\n")
-    (tmp_path / "toy/local-lr0.003-seed3/commit").unlink()
-    make(toy, cells)
-    assert (tmp_path / "toy.md").read_text().splitlines()[-1].endswith("| abc1234, bcd2345+, unknown |")
-
-
-def test_a_paper_s_figure_stands_in_the_table(tmp_path):
-    """In a column of its own, and below the table what it is."""
-    (cell,) = toy_cells(tmp_path, more='source = "a paper"\nfigures = "percent"')
-    path = tmp_path / "toy.toml"
-    path.write_text(path.read_text() + 'local.paper = "87.41±0.20"\n')
-    make(Toy(peak(3e-3)), sweep_cells(path, tmp_path))
-    table = (tmp_path / "toy.md").read_text().splitlines()
-    assert "| method | learning rate | rates tried | paper | preference accuracy |" in table[0]
-    assert "| `local` | 3e-3 | 1e-3 to 9e-3 | 87.41±0.20 | 0.800" in table[3]
-    assert {line.count("|") for line in table[:4]} == {table[0].count("|")}
-    assert table[-1] == "paper: a paper: percent"
-    path.write_text(path.read_text().replace('source = "a paper"\nfigures = "percent"', ""))
-    make(Toy(peak(3e-3)), sweep_cells(path, tmp_path))
-    assert "paper: " not in (tmp_path / "toy.md").read_text()
-    assert cell.definition.paper == ""
-
-
 def test_as_many_runs_as_jobs_are_under_way(tmp_path):
     """Two, never three, and cells are finished in their order."""
     under_way, most = set(), []
@@ -483,9 +454,8 @@ def test_what_is_not_there_is_named_before_anything_runs(tmp_path):
     table = tmp_path / "toy.toml"
 
     def error(*words):
-        result = CliRunner().invoke(app, ["sweep", str(table), "--out", str(tmp_path / "out"), *words])
-        assert result.exit_code == 1, result.output
-        return result.stderr
+        result = prefed_("sweep", table, "--out", tmp_path / "out", *words, code=1)
+        return result
 
     assert f"{table}: no cell matches 'locl'; did you mean 'local'?" in error("--only", "locl")
     message = error("--only", "lo*")
@@ -543,10 +513,9 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
 
     called = []
     monkeypatch.setattr(sweep_child, "_command", command)
-    again = CliRunner().invoke(app, words)
-    assert again.exit_code == 0, again.output
+    again = prefed_(*words)
     assert called == ["run", "evaluate"]
-    assert "finished toy local, 1 of 1 cells" in again.stdout
+    assert "finished toy local, 1 of 1 cells" in again
     assert {path.name for path in run.parent.iterdir()} - {"reference"} == {run.name}
     assert json.loads((run / "judged-test.json").read_text())["preference_accuracy"]["mean"] >= 0
     assert len(commits(run)) == 1

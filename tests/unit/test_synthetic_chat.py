@@ -1,12 +1,8 @@
 """The demo's pairs for a chat model: whose they are, and what they differ in."""
 
-from itertools import combinations
-
-import numpy as np
-
 from prefed.core import Key
 from prefed.data import synthetic_chat
-from prefed.data.synthetic_chat import STYLES, Style, answer
+from prefed.data.synthetic_chat import STYLES
 
 
 def test_the_first_two_clients_are_opposed_and_so_are_the_last_two():
@@ -34,17 +30,3 @@ def test_a_client_prefers_its_style_on_questions_that_no_test_pair_has():
         assert (record.chosen.count(". ") + record.chosen.count("! ") < 4) is style.brief
     assert records == synthetic_chat.generate(Key(7), train=30, test=20)
     assert records != synthetic_chat.generate(Key(8), train=30, test=20)
-
-
-def test_answers_are_sentences_and_no_two_styles_share_one():
-    topic = ("How can I sleep better?", "go to bed early", "it is quiet", "it is dark")
-    texts = {}
-    for style in (Style(*(bool(bits & 1 << k) for k in range(3))) for bits in range(8)):
-        generator = np.random.default_rng(0)
-        texts[style] = {answer(generator, topic, style) for _ in range(200)}
-    for text in set().union(*texts.values()):
-        assert text[0].isupper()
-        assert text[-1] in ".!"
-        assert "  " not in text
-    for first, second in combinations(texts.values(), 2):
-        assert first.isdisjoint(second)

@@ -47,18 +47,7 @@ def quadrature(q: Gaussian, peers: Gaussian, weights: list[float]) -> float:
 
     spread = (10 * (0.5 * q.log_variance).exp()).tolist()
     ranges = [(m - s, m + s) for m, s in zip(q.mean.tolist(), spread, strict=True)]
-    return float(integrate.nquad(integrand, ranges, opts={"epsabs": 1e-4, "limit": 60})[0])
-
-
-def test_one_dimension_against_quadrature() -> None:
-    """Three peers that overlap. A million samples have a standard error of about 0.001."""
-    q = Gaussian(torch.tensor([0.5]).double(), torch.tensor([-0.7]).double())
-    peers = Gaussian(
-        torch.tensor([[-1.0], [0.8], [3.0]]).double(), torch.tensor([[0.3], [-1.0], [0.5]]).double()
-    )
-    weights = [0.5, 0.2, 0.3]
-    ours = mixture_kl(q, peers, torch.tensor(weights).double().log(), normal(1, 1_000_000, 1))
-    assert float(ours) == pytest.approx(quadrature(q, peers, weights), abs=4e-3)
+    return float(integrate.nquad(integrand, ranges, opts={"epsabs": 1e-3, "limit": 60})[0])
 
 
 def test_two_dimensions_against_quadrature() -> None:

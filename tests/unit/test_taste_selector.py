@@ -51,22 +51,6 @@ def test_starts_depend_on_the_key_alone_and_each_name_has_its_own() -> None:
     assert torch.equal(again["variational/encoder/0/weight"], wider["variational/encoder/0/weight"])
 
 
-def test_shapes_of_every_part() -> None:
-    parts = selector(prototypes=3).starts(Key(0), capped=True)
-    assert list(parts) == ["variational", "prototypes", "posterior", "latent"]
-    assert parts["prototypes"]["prototypes"].shape == (3, 5)
-    assert {name: tuple(value.shape) for name, value in parts["posterior"].items()} == {
-        "posterior/mean": (5,),
-        "posterior/log_variance": (5,),
-    }
-    assert parts["latent"]["latent/z"].tolist() == [0] * 5
-    shapes = {name.removeprefix("variational/"): tuple(v.shape) for name, v in parts["variational"].items()}
-    assert shapes["response/0/weight"] == (16, DIM)
-    assert shapes["encoder/0/weight"] == (16, 6)
-    assert shapes["decoder/weight"] == (6, 5)
-    assert shapes["mean/bias"] == shapes["log_variance/bias"] == (5,)
-
-
 def test_trainable_share_of_the_sources_model() -> None:
     """Qwen-2 0.5B: d = 896, 494,032,768 weights. By hand: the response's MLP 896·512 + 512 + 512·256 + 256 +
     256·128 + 128 = 623,488; the encoder's 66,048 + 131,328 + 32,896 = 230,272; attention 3 · 16,512 = 49,536;

@@ -372,14 +372,3 @@ def test_another_taste_runs_no_text_again(pairs, monkeypatch):
     monkeypatch.setattr(trainer.model, "forward", None)
     assert not np.allclose(trainer.choice_scores(start, ROWS[:5], -torch.ones(4)), first)
     np.testing.assert_array_equal(trainer.choice_scores(start, ROWS[:5], torch.ones(4)), first)
-
-
-def test_tastes_of_another_shape_are_refused(pairs):
-    trainer = PairTrainer(backbone(), pairs)
-    start = trainer.backbone.initial
-    for shape in ((5,), (1, 4), (3, 5)):
-        with pytest.raises(ValueError, match=r"z has shape \[.*\]; expected \[4\] for one taste or \[3, 4\]"):
-            trainer.choice_scores(start, ROWS[:3], torch.zeros(shape))
-    plain = backbone(frozenset({"lora"}))
-    with pytest.raises(ValueError, match="z is given, but this model has no latent taste"):
-        PairTrainer(plain, pairs).choice_scores(plain.initial, ROWS[:3], torch.zeros(4))

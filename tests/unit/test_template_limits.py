@@ -18,10 +18,6 @@ from preferences import tokenizer
 MIB = 2**20
 GREEDY = {
     "product": "{{ 'x' * 201326592 }}",
-    "filter": "{{ 'x'|center(201326592) }}",
-    "method": "{{ 'x'.ljust(201326592) }}",
-    "format": "{{ '{:201326592}'.format(1) }}",
-    "doubling": "{% set s = namespace(x='x') %}{% for i in range(27) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
     "text": "{% set x = 'x' * 1048576 %}{% for i in range(192) %}{{ x }}{% endfor %}",
     "lists": "{% set s = namespace(x=[]) %}{% for i in range(250) %}"
     "{% set s.x = s.x + [range(100000)|list] %}{% endfor %}",

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from finished import write_run
 from prefed import Callback, Experiment, run
-from prefed.data.statistics import dataset_statistics
 from prefed.runs.finished_run import read_run
 from prefed.trackers.terminal import Terminal
 from prefed.ui.cli import app
@@ -19,7 +18,7 @@ from prefed.ui.cli.models import print_responses
 from prefed.ui.pages.comparison_data import Compared
 from prefed.ui.pages.comparison_tables import differences_table, runs_table
 from prefed.ui.pages.tables import LISTED, lowest_clients, metrics_table, terminal
-from prefed.ui.pages.terminal import print_dataset_statistics, print_result
+from prefed.ui.pages.terminal import print_result
 
 NAMES = [f"hospital-of-saint-{saint}/department [of] medicine" for saint in "abc"]
 
@@ -58,23 +57,6 @@ def test_a_result_in_80_columns():
     assert text.count("1,234") == 3
     for value in ("0.111", "0.222", "0.333", "0.444", "0.555", "0.666"):
         assert text.count(value) == 5 + (value in ("0.111", "0.222"))  # once more in the verdict
-
-
-def test_dataset_statistics_in_80_columns(tmp_path):
-    """Headers and lengths of four digits are whole next to long ids and categories."""
-    from tests.unit.test_data_statistics import build
-
-    rows = [
-        {"prompt": f"{'p' * 1500}{k}", "chosen": f"{'c' * 1200}{k}", "rejected": "r", "worker": name}
-        | {"category": "information seeking"}
-        for k, name in enumerate(NAMES * 3)
-    ]
-    statistics = dataset_statistics(build(tmp_path, rows, max_length=4096))
-    text, first = narrow(lambda console: print_dataset_statistics(statistics, console))
-    assert all(name.replace(" ", "") in first for name in NAMES)
-    for word in ("train", "val.", "test", "prompt", "response", "category", "JSD", "cat.", "tok."):
-        assert re.search(rf"(?<!\S){re.escape(word)}(?!\S)", text), word
-    assert "…" not in text
 
 
 def test_every_paper_of_the_methods_is_whole(monkeypatch):

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from prefed.core import NO_MINIMUM, Key, Privacy
 from prefed.data import DataConfig, DataError, Record, SelectorConfig, build_dataset
-from prefed.data.statistics import dataset_statistics
 from prefed.data.tokens import pair_hash, thumbs
-from prefed.runs.loaded_run import _trained_on
 from prefed.train.metrics import ThumbScores, federated_metrics
-from prefed.ui.pages.terminal import print_dataset_statistics
 from preferences import jsonl, tokenizer
 
 TURN, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -105,13 +98,9 @@ def test_columns_can_be_named(tmp_path):
     ("row", "message"),
     [
         (thumb(1, "yes"), 'true, 1 or "up" for a thumb up, or false, 0 or "down" for a thumb down'),
-        (thumb(1, None), "label must be true, 1 or"),
         (thumb(1, -1), "label must be true, 1 or"),
-        (thumb(1, 2), "label must be true, 1 or"),
         (thumb(1, True, completion=" "), "completion is empty"),
-        (thumb(1, True, completion=3), "completion must be text or a list of messages, not a number"),
         (thumb(1, True, completion=[TURN], prompt=[TURN]), "completion must end with an assistant message"),
-        (thumb(1, True, prompt=None), "prompt is missing"),
         ({"prompt": "Q:", "chosen": " a", "rejected": " b", "client": "ann"}, "no column 'completion'"),
     ],
 )
@@ -184,24 +173,6 @@ def test_what_is_tested_on_is_not_trained_on_as_another_kind(tmp_path, train, te
     assert (dataset.row_counts.leaks, prompts) == (leaks, left)
 
 
-def test_training_on_other_kinds_is_reported(tmp_path):
-    """Of four pairs, thumbs 0, 1 and 3 of ann are on a response, and of seven thumbs so are three; thumb 2
-    has another response than pair 2. Bob is tested on the last one."""
-    pairs, liked = build(tmp_path / "pairs", PAIRS), build(tmp_path / "thumbs", THUMBS)
-    for trained, tested in ((liked, pairs), (pairs, liked)):
-        run = SimpleNamespace(trainers=SimpleNamespace(dataset=trained))
-        (note,) = _trained_on(run, tested.tokens)
-        assert f"have trained on 3 of these {len(tested.tokens)} pairs" in note
-    test = str(jsonl(tmp_path / "test.jsonl", PAIRS))
-    statistics = dataset_statistics(build(tmp_path / "both", THUMBS, test=test, test_fraction=None))
-    assert [client.test_elsewhere for client in statistics.clients] == [0, 1]
-    assert statistics.test_trained == 1
-    out = io.StringIO()
-    print_dataset_statistics(statistics, Console(file=out, width=160))
-    assert re.search(r"test rows that another client trains on +1 of 4", out.getvalue())
-    assert "test thumbs" not in out.getvalue()
-
-
 def test_a_selector_refuses_thumbs(tmp_path):
     """Each thumb is named once, although a selector sees every row in both orders."""
     alike = r"rows.jsonl, row 1: .* a selector compares two responses \(also row 2\)\n"
@@ -270,17 +241,3 @@ def test_metrics_that_some_clients_lack():
     }
     few = federated_metrics(metrics, {"a": 9, "b": 2}, Privacy(minimum_pairs=5))
     assert [*few] == ["margin", "reward_up"]
-
-
-def test_prefed_data_counts_thumbs_up_and_down(tmp_path):
-    """Ann has two up and one down, bob one down. A file of pairs has no such columns."""
-    rows = [thumb(0, True), thumb(1, True), thumb(2, False), thumb(3, False, client="bob")]
-    out = io.StringIO()
-    print_dataset_statistics(dataset_statistics(build(tmp_path, rows)), Console(file=out, width=160))
-    assert re.search(r"client +train +up +down +val", out.getvalue())
-    assert re.search(r"ann +3 +2 +1 +0", out.getvalue())
-    assert re.search(r"bob +1 +0 +1 +0", out.getvalue())
-    pairs = build(tmp_path / "pairs", [{"prompt": "Q", "chosen": "a", "rejected": "b", "client": "ann"}])
-    out = io.StringIO()
-    print_dataset_statistics(dataset_statistics(pairs), Console(file=out, width=160))
-    assert re.search(r"client +train +val", out.getvalue())

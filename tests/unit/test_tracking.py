@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from finished import write_run
 from prefed.config import Experiment, TrackConfig, to_toml
 from prefed.core import Callback
-from prefed.runs.metrics import figures_of
 from prefed.runs.start_or_resume import settings_digest
 from prefed.runs.track import tracked
 from prefed.store import reader
-from prefed.trackers.logged_metrics import alignment_figures, client_table, round_figures, summary_figures
+from prefed.trackers.logged_metrics import alignment_figures, summary_figures
 from prefed.trackers.tools import TRACKERS, Tracker, TrackerError, trackers
 from prefed.trackers.tracking import STATE, AlignmentTracking, Tracking
 
@@ -100,18 +99,6 @@ def test_a_tool_that_fails_is_warned_of_once_and_tried_again_at_the_end(tmp_path
     tool.finish(SUMMARY, lambda: "<html>")
     tool.close(succeeded=True)
     assert (fake.rounds, len(fake.started), len(fake.got)) == ([1, 2, 3], 1, 1)
-    assert len(warnings) == 1
-
-
-@pytest.mark.parametrize("what", ["begin", "log", "finish", "close"])
-def test_no_failure_ends_a_run(tmp_path, fake, what):
-    warnings, fake.fails = [], {what}
-    tool = tracking(tmp_path, fake, warnings)
-    tool.on_run_begin(0, 3)
-    for number in (1, 2, 3):
-        tool.on_round_end(record(number))
-    tool.finish(SUMMARY, lambda: "<html>")
-    tool.close(succeeded=True)
     assert len(warnings) == 1
 
 
@@ -233,14 +220,6 @@ def test_of_an_alignment_only_numbers_are_logged(other):
     }
 
 
-def test_without_clients_nothing_logged_names_one(tmp_path, fake):
-    tool = tracking(tmp_path, fake, [], clients=False)
-    tool.finish(SUMMARY, lambda: "<html>ann</html>")
-    (got,) = fake.got
-    assert (got.columns, got.rows, got.page) == ([], [], None)
-    assert not any("ann" in name for name in got.figures)
-
-
 def test_without_clients_the_settings_name_none(tmp_path, fake):
     """Neither sources that are named after clients, nor groups of clients, nor their files."""
     sources = {"ann": {"path": "/home/eve/ann.jsonl"}, "bob": {"path": "/home/eve/bob.jsonl"}}
@@ -257,26 +236,6 @@ def test_without_clients_the_settings_name_none(tmp_path, fake):
         assert {name for name in ("ann", "bob") if name in text} == names
         assert "/home" not in text
         assert '"by": "source"' in text
-
-
-def test_numbers_are_those_of_the_files(tmp_path):
-    """Every mean and worst client of rounds.jsonl and summary.json, and the table client by client."""
-    run = write_run(tmp_path / "run", figures={"drift": [1.5, float("nan")]}, not_finite={"ann": 3})
-    rounds = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
-    first, last = map(round_figures, rounds)
-    assert (first["drift"], "drift" in last) == (1.5, False)
-    assert first["loss"] == 0.7
-    assert first["evaluation/preference_accuracy/mean"] == pytest.approx((0.5 + 0.75 + 0.25) / 3)
-    assert last["evaluation/preference_accuracy/worst"] == 0.25
-    assert last["evaluation/margin"] == 0.5
-    summary = json.loads((run / "summary.json").read_text())
-    figures = summary_figures(summary)
-    assert figures["summary/bytes/up"] == 2000
-    assert figures["summary/parameters/trainable"] == 1234
-    assert not any("not_finite" in name or "clients" in name for name in figures)
-    columns, rows = client_table(summary)
-    assert columns == ["client", "test", *figures_of(summary)]
-    assert rows == [["ann", 4, 0.25, 0.75], ["bob", 4, 0.5, 1.0], ["cyd", 4, 0.0, 0.25]]
 
 
 @pytest.mark.parametrize(

@@ -148,12 +148,6 @@ def test_a_finished_run_is_written_once(tmp_path: Path) -> None:
     assert (result.exit_code, result.output) == (0, f"report: {path / 'report.html'}\n")
 
 
-def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["report", str(tmp_path / "none"), "--watch"])
-    assert result.exit_code == 1
-    assert "no such directory" in result.output
-
-
 def test_an_unfinished_run_is_read_as_far_as_it_is_committed(run: Run) -> None:
     """A line behind the commit is not read: the process that wrote it may be killed before it commits."""
     assert watch.committed(run.path) == 0
@@ -167,8 +161,3 @@ def test_an_unfinished_run_is_read_as_far_as_it_is_committed(run: Run) -> None:
     (run.path / "config.toml").write_text("[")
     with pytest.raises(RunError, match=r"config\.toml is damaged"):
         watch.read_unfinished(run.path)
-
-
-def test_a_folder_is_no_page(tmp_path):
-    result = CliRunner().invoke(app, ["report", str(write_run(tmp_path / "run")), "--out", str(tmp_path)])
-    assert (result.exit_code, "is a folder; name a file for the page" in result.stderr) == (1, True)
