@@ -102,7 +102,7 @@ def test_fedprox_with_long_visits_solves_its_proximal_problem():
     fixed = np.linalg.solve(
         weighted(weights), weighted([w @ a for w, a in zip(weights, optima, strict=True)])
     )
-    run = simulate(make("fedprox", start.layout, mu=1.0, local_steps=60), clients, start, 50)
+    run = simulate(make("fedprox", start.layout, mu=1.0, local_steps=60), clients, start, 25)
     np.testing.assert_allclose(model(run), fixed, rtol=1e-6)
 
 
@@ -114,7 +114,7 @@ def optimum(curvatures: list[np.ndarray], optima: list[np.ndarray], mean=weighte
 def test_scaffold_reaches_the_optimum_that_averaging_misses():
     curvatures, optima, clients, start = problem()
     best = optimum(curvatures, optima)
-    averaged = model(simulate(make("feddpo", start.layout), clients, start, 120))
+    averaged = model(simulate(make("feddpo", start.layout), clients, start, 30))
     corrected = model(simulate(make("scaffold", start.layout), clients, start, 120))
     np.testing.assert_allclose(corrected, best, rtol=1e-9)
     assert np.linalg.norm(averaged - best) > 0.05
