@@ -24,11 +24,12 @@ from finished import small_experiment
 from prefed.align import AlignError, align, completions, labels
 from prefed.align.alignment import write_pairs
 from prefed.align.held_out import HeldOutAnswers
+from prefed.align.kept_epoch import best_epoch, kept_epoch
 from prefed.align.policy import load_base
 from prefed.align.run import STAGES, has_alignment
 from prefed.align.stages import run_stages
 from prefed.align.tastes import Generation
-from prefed.align.training import best_epoch, kept_epoch, label_trainer
+from prefed.align.training import label_trainer
 from prefed.config import AlignConfig, ConfigError, Experiment
 from prefed.config.align import align_settings
 from prefed.core import Callback

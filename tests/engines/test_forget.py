@@ -18,7 +18,7 @@ from prefed.align.judge.names import ARGUMENTS
 from prefed.core import files
 from prefed.data import DataError, FederatedDataset
 from prefed.runs import forget as forgetting
-from prefed.runs.copies import read_copies, record_copy
+from prefed.runs.exports_log import read_copies, record_copy
 from prefed.runs.finished_run import RunError
 from prefed.runs.forget import forget, plan
 from prefed.runs.labels import JUDGES

@@ -20,6 +20,7 @@ from typing import Any
 from prefed.align import completions, labels, policy, refresh, tastes, training
 from prefed.align.alignment import Alignment
 from prefed.align.held_out import win_rate
+from prefed.align.kept_epoch import kept_epoch
 from prefed.align.policy import read_state
 from prefed.align.prompts_and_policy import POLICY_STAGE, PROMPTS_STAGE, own_prompts
 from prefed.align.stages import (
@@ -106,7 +107,7 @@ def _keep_best(alignment: Alignment) -> Figures:
             epochs.append({**figures, "epoch": len(checkpoints), "generation": generation.number})
         written.append(answers)
     _write_answers(alignment, written)
-    best = training.kept_epoch(epochs, alignment.callback)
+    best = kept_epoch(epochs, alignment.callback)
     backbone, folder = alignment.policy, alignment.folder
     tensors = policy.read_policy(backbone, checkpoints[best - 1])
     taste = None

@@ -16,7 +16,7 @@ from prefed.config.align import ENDPOINT, PEOPLE, SITE, judge_kind
 from prefed.core import files
 from prefed.runs.align import FOLDER as ALIGN
 from prefed.runs.align import read_settings
-from prefed.runs.copies import EXPORTS, read_copies
+from prefed.runs.exports_log import EXPORTS, read_copies
 from prefed.runs.finished_run import RunError, RunRecord
 from prefed.runs.pairs_from_memory import FOLDER as MEMORY
 from prefed.runs.reference_cache import SHARED

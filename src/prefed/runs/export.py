@@ -15,7 +15,7 @@ from prefed.core.text import printable
 from prefed.models import Backbone, ModelConfig, save_adapter, save_client, save_merged
 from prefed.models.adapter_files import ABOUT, EXPORTED
 from prefed.models.trainable_parts import EXAMPLES
-from prefed.runs.copies import record_copy
+from prefed.runs.exports_log import record_copy
 from prefed.runs.finished_run import RunError
 from prefed.runs.loaded_run import load_run
 from prefed.runs.tastes import needs_pairs

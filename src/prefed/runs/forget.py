@@ -28,10 +28,10 @@ from prefed.data.sources.huggingface import looks_like_hub_name
 from prefed.methods import METHODS
 from prefed.runs.align import align, read_settings
 from prefed.runs.build import build_data
-from prefed.runs.copies import whole_run
 from prefed.runs.copy_commits import copy_commits
 from prefed.runs.descendants import NOISED, Plan, elsewhere, in_the_run, in_the_sources, is_in_memory
 from prefed.runs.disclosure import disclosure
+from prefed.runs.exports_log import whole_run
 from prefed.runs.finished_run import RunError, RunRecord, no_client, read_run
 from prefed.runs.loaded_run import recorded_experiment, source_like
 from prefed.runs.pairs_from_memory import FOLDER as MEMORY

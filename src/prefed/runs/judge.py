@@ -28,7 +28,7 @@ from prefed.core.strict_settings import differing
 from prefed.core.text import pluralize
 from prefed.data.record import plain_prompt
 from prefed.runs.append_log import Journal
-from prefed.runs.copies import record_copy
+from prefed.runs.exports_log import record_copy
 from prefed.runs.finished_run import RunError
 from prefed.runs.labels import make_judge
 from prefed.runs.loaded_run import LoadedRun, load_run

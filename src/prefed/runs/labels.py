@@ -25,7 +25,7 @@ from prefed.data import FederatedDataset, Record
 from prefed.methods import METHODS
 from prefed.methods.base.tastes import Z
 from prefed.runs.build import response_encoder
-from prefed.runs.copies import record_copy
+from prefed.runs.exports_log import record_copy
 from prefed.runs.finished_run import RunError, RunRecord
 from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
 from prefed.runs.tastes import published_taste

@@ -26,9 +26,9 @@ from typing import Any
 
 from prefed.config import Experiment, to_toml
 from prefed.core import files
-from prefed.runs.copies import EXPORTS, read_copies
 from prefed.runs.copy_commits import prepared_run
 from prefed.runs.descendants import FORGOTTEN, Plan, staging_of
+from prefed.runs.exports_log import EXPORTS, read_copies
 from prefed.runs.finished_run import read_config, read_run
 from prefed.runs.summary import describe_origin
 from prefed.store import RunReader, StoreError, client_file

@@ -108,7 +108,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare finished runs: tables, differing settings, and a plot or a page."""
-    from prefed.runs.copies import record_copy
+    from prefed.runs.exports_log import record_copy
     from prefed.runs.finished_run import find_runs, read_run
     from prefed.ui.pages import plot_file
 
@@ -167,7 +167,7 @@ def report(
     ] = False,
 ) -> None:
     """Write a self-contained HTML page about a finished run or, with --watch, a run in progress."""
-    from prefed.runs.copies import record_copy
+    from prefed.runs.exports_log import record_copy
     from prefed.runs.finished_run import read_run
     from prefed.store.directory import PAGE
     from prefed.ui.pages.page import write_page
