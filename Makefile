@@ -6,7 +6,7 @@
 #
 #   make test-all  the suite with every case: what `make test` samples or leaves out, too (nightly, before a release)
 #   make lint      ruff and mypy alone          make docs    the documentation, into site/
-#   make format    let ruff rewrite the code    make bench   the programs behind docs/results.md
+#   make format    let ruff rewrite the code
 #   make dist      wheel and sdist into dist/   make lock    lock.txt, after a change of constraints.txt
 #   make test-processors  the tests of numbers as other processors would compute them
 #   make matrix    tests of other libraries on Python 3.11 to 3.14, with their oldest and newest versions
@@ -30,7 +30,7 @@ BIN  := $(VENV)/bin
 PIP   = $(BIN)/python -m pip --disable-pip-version-check
 WITH  = $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: help install demo test test-all suite lint format docs bench dist lock matrix test-processors wheelhouse clean
+.PHONY: help install demo test test-all suite lint format docs dist lock matrix test-processors wheelhouse clean
 .DEFAULT_GOAL := help
 
 help:
@@ -79,11 +79,6 @@ format: install
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-bench: install
-	@for program in $(filter-out $(addprefix benchmarks/,common.py install_size.py attacked.py barrier.py members.py entrance.py greedy_hub.py zoo.py models_page.py wards.py watched_site.py federation_faults.py mutants.py),$(wildcard benchmarks/*.py)); do \
-	    echo "== $$program"; $(BIN)/python $$program || exit 1; \
-	done
 
 dist: $(VENV)/.released
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/dist.sh
