@@ -100,6 +100,7 @@ ROW = "train.jsonl, row 2: "
 LINES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "train.jsonl: there are no rows; add some, or remove this source"),
     "UTF-16 without its mark": (lines(ROWS).decode().encode("utf-16-be"), 'UTF-16-BE text: set encoding = "utf-16-be"'),
+    "UTF-32": (lines(ROWS).decode().encode("utf-32"), 'UTF-32 text: set encoding = "utf-32"'),
     "bytes of zero": (bytes(99), "train.jsonl: its first bytes indicate binary data, since it starts with zero bytes"),
     "a zip archive": (b"PK\x03\x04rest", "train.jsonl: its first bytes indicate a zip archive or an Excel workbook: unpack it"),
     "zstd": (b"\x28\xb5\x2f\xfdrest", "train.jsonl: its first bytes indicate a zstd file: unpack it"),
@@ -112,6 +113,7 @@ LINES: dict[str, tuple[bytes, str]] = {
     "a partition column of another name": (lines([{**row, "clients": "a", "client": None} for row in ROWS]), "other columns: clients; did you mean 'clients'?"),
     "a fraction as client": (lines(rows(client=1.5)), ROW + "client must be a text or an integer, not 1.5"),
     "a number and text": (lines(rows(client=1) + rows(client="1")[1:]), "row 13: client is \"1\" here but 1 in row 2; both are read as '1', so write them the same way"),
+    "a number and a whole one": (lines([ROWS[0] | {"client": 1}, ROWS[1] | {"client": 1.0}]), ROW + "client is 1.0 here but 1 in row 1; both are read as '1'"),
     "an escape in an id": (lines(rows(client="a\x1b[31m")), ROW + "client 'a\\x1b[31m' contains the control character U+001B"),
 }  # fmt: skip
 

@@ -24,6 +24,7 @@ from prefed.core.wire import encode
 from prefed.engines import RoundError, Task
 from prefed.runs.dry_run import Trial, dry_run, steps_of
 from prefed.testing import QuadraticTrainer
+from prefed.train.generation import Completion
 from prefed.ui.cli import app
 
 
@@ -73,6 +74,8 @@ def test_what_it_predicts_is_what_the_run_has(place, tmp_path, changes):
     log = (tmp_path / "run/run.log").read_text()
     assert f"round {asked.rounds}/{asked.rounds}  loss " in log
     assert "Case" not in log  # as every prompt begins
+    alike = "the selectors differ only in the order of their batches"
+    assert (alike in log) == (asked.method.name == "fedbiscuit")
     assert found.method == summary["method"]
     assert (found.rounds, found.clients["train"]) == (summary["rounds"], len(summary["clients"]))
     assert found.clients["evaluated"] == len(summary["preference_accuracy"]["per_client"])
@@ -142,6 +145,32 @@ def test_a_visit_is_as_long_as_its_phases(monkeypatch, method, settings, expecte
         list(backend.run([task]))
     assert seconds == sum(5 + 2 * steps for steps in ran)
     assert expected in (None, seconds)
+
+
+def test_answers_take_as_long_as_in_the_run(place, tmp_path, monkeypatch):
+    """Here a batch takes 5 s and 2 s a token of its longest answer, and every answer has the maximum length.
+    The oracle is the run: its models answer two prompts of ``[report]`` after rounds 1, 2, 4 and 5, and three
+    held-out ones after rounds 2, 4 and 5."""
+    clock, written = Clock(), []
+
+    def slow(backbone, tensors, prompts, how, keys, tastes):
+        clock.now += 5 + 2 * how.max_tokens
+        written.extend(prompts)
+        return [Completion([7] * how.max_tokens, None) for _ in prompts]
+
+    monkeypatch.setattr(prefed.runs.dry_run.time, "perf_counter", clock)
+    monkeypatch.setattr(prefed.train.generation, "complete_batch", slow)
+    for module in (prefed.runs.answers, prefed.train.generation):
+        monkeypatch.setattr(module, "surprises", lambda backbone, prompts, given: [1.0] * len(given))
+    method = {"name": "fedper", "lr": 0.01, "local_steps": 1, "batch_size": 4}
+    asks = {"evaluate": {"every": 2, "text": 3}, "report": {"prompts": ["Up?", "Down it goes?"]}}
+    asked = experiment(place, method=method, rounds=5, **asks)
+    found = dry_run(asked, tmp_path / "run")
+    clock.now = 0.0
+    written.clear()
+    run(asked, tmp_path / "run")
+    assert found.answers == {"number": len(written), "tokens": 64}
+    assert found.seconds_per_round["answers"] * 5 == pytest.approx(clock.now)
 
 
 REFUSED = {

@@ -79,15 +79,15 @@ def test_nobody_else_may_read_the_best(tmp_path):
 def test_a_crash_at_any_file_operation_loses_neither_the_best_nor_the_last(tmp_path, monkeypatch):
     """Every file operation of a run is failed in turn. After each a reader finds the best that belongs to the
     last committed round; resumed, each run ends with the same bytes."""
-    play(tmp_path / "whole", 3)
+    play(tmp_path / "whole", 4)
     expected = content(tmp_path / "whole")
-    for at, run in enumerate(crashed(tmp_path, monkeypatch, lambda path: play(path, 3)), 1):
+    for at, run in enumerate(crashed(tmp_path, monkeypatch, lambda path: play(path, 4)), 1):
         with contextlib.suppress(StoreError):  # before the first commit there is no run
             last = RunReader(run).commit.round
             if last:
                 assert RunReader(run, best=True).commit.round == BEST[last - 1]
                 assert values(RunReader(run, best=True))[:2] == (BEST[last - 1], BEST[last - 1])
-        play(run, 3, resume=True)
+        play(run, 4, resume=True)
         assert content(run) == expected, f"after a crash at operation {at}"
     assert at > 90
 

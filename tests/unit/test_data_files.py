@@ -268,3 +268,4 @@ def test_each_file_of_a_folder_has_its_own_format(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(lines([shp]))
     records, _, _ = read_source(str(tmp_path))
     assert [record.chosen for record in records] == [" yes 0", "B"]
+    assert len(read_source(str(tmp_path), rows=1)[0]) == 1

@@ -360,7 +360,7 @@ def test_refuses_other_forms(tmp_path, subtests):
         ("Hi", [{"role": "tool", "content": "x"}], reply("b"), "role 'tool'"),
         ("Hi", [{"role": "assistant", "content": None}], reply("b"), "content that is not text, but null"),
         ("Hi", reply([{"type": "image_url", "image_url": "x"}]), reply("b"), "a part of type 'image_url'"),
-        ("Hi", reply([{"text": "a", "cache_control": 1}]), reply("b"), "chosen has a text part"),
+        ("Hi", reply([{"text": "a", "cache_control": 1}]), reply("b"), "text part with cache_control,"),
         *(("Hi", [says | own], reply("b"), f"chosen has a message with {key},") for key, own in more.items()),
         ("Hi", [says | more["value"] | {"content": None}], reply("b"), "chosen has a message with value,"),
         ("Hi", json.dumps([{"role": "tool", "content": "x"}]), json.dumps(reply("b")), "role 'tool'"),

@@ -103,7 +103,8 @@ def test_preference_sets_are_worded_as_the_clients_are(tmp_path):
         ('{"text": "x"}\n', "row 1: no known format has the columns text"),
         ('{"prompt": "\\ud83d"}\n', "row 1: prompt has half a surrogate pair at character 1"),
         ("", "rows.jsonl contains no prompts"),
-        ('{"prompt": [{"role": "user", "content": "Q", "name": "ann"}]}\n', "row 1: prompt has a message"),
+        ('{"prompt": [{"role": "user", "content": "Q", "name": "ann"}]}\n', "prompt has a message with name"),
+        ('{"prompt": "Q", "response": [{"content": "a", "x": "b"}]}\n', "response has a message with x,"),
     ],
 )
 def test_rows_without_a_prompt_are_named(tmp_path, text, message):

@@ -24,7 +24,7 @@ def test_a_sites_file_is_checked(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("[data]\ntrain = 'own.jsonl'\nmax_length = 9\nlimit = 3\n", r": data: limit is set"),
+        ("[data]\ntrain = 'o.jsonl'\nmax_length = 9\nlimit = 3\n", ": data: limit is set by the experiment"),
         ("[data]\ntran = 'own.jsonl'\n", r": data: tran is not a known key: .*, flip; did you mean 'train'"),
         ("[data]\n[limits]\nmethods = ['feddpo', 'fedpo']\n", "limits.methods = .*: no method is called"),
         ("[data]\n[limits]\nexchanges = ['trian']\n", "limits.exchanges = .*: unknown exchange 'trian'"),
@@ -107,8 +107,8 @@ def test_a_file_that_is_not_there_is_no_experiment(tmp_path, load, remedy):
         ("data = { train = ['here.jsonl', 'b.csv'] }\n", "data.train = 'b.csv': no such"),
         ("data = { train = 'here.jsonl', test = { path = 'b' } }\n", "data.test.path = 'b': no such"),
         ("data = {train = 'here.jsonl'}\nmodel.name = './model'\n", r"model.name = '\./model': no such"),
-        ("data = {train = 'here.jsonl'}\nmodel.reward_model = '/a/b'\n", "model.reward_model = '/a/b'"),
-        ("data = {train = 'here.jsonl'}\njudge.name = 'selector:run'\n", "judge.name = 'selector:run'"),
+        ("data = {train = 'here.jsonl'}\nmodel.reward_model = '/a/b'\n", "reward_model = '/a/b': no such"),
+        ("data = {train = 'here.jsonl'}\njudge.name = 'selector:run'\n", "name = 'selector:run': no such"),
     ],
 )
 def test_what_is_not_there_is_named_before_the_hub_asks(tmp_path, lines, message):

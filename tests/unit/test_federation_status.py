@@ -75,7 +75,10 @@ def test_an_administrator_sees_whom_the_hub_knows_as_whom(tmp_path, monkeypatch)
     damaged = tmp_path / "site-w0" / "runs" / OTHER
     files.private_folder(damaged)
     (damaged / "order.json").write_text("{")
+    SentLog.of(config).add("refused", run=RUN, refused="[limits] rounds")
     lines = [*status_lines(config, 0)]
+    counts = {"1 request refused", "1 run without any upload"}
+    assert counts | {"  reported to the hub: pseudonyms and pair counts"} <= {*lines}
     assert [line for line in lines if " as site-w0-" in line] == [
         f"  the hub knows ada\\n as {made_up[ADA]}",
         f"  the hub knows w1 as {made_up['w1']}",

@@ -199,6 +199,11 @@ def test_jitter_is_of_the_visit_and_speed_of_the_client():
     ("text", "message"),
     [
         ("client,start\nx,1\n", "line 2: no training client is called 'x'"),
+        ("start\n1\n", "line 2: client is missing"),
+        ("client,start\na,1,2\n", "line 2: the number of cells differs from the header"),
+        ("{", "line 1: not JSON"),
+        ("[1]", "line 1: not a JSON object"),
+        ("client,start\na,nan\n", "line 2: start = nan: must be finite"),
         ("client,begin\na,1\n", "line 2: no such column: 'begin'"),
         ("client,start\na,soon\n", "line 2: start = 'soon': must be a number"),
         ("client,start,end\na,2,2\n", "line 2: end = 2: must be after start = 2"),
@@ -209,7 +214,7 @@ def test_jitter_is_of_the_visit_and_speed_of_the_client():
     ],
 )
 def test_wrong_traces_are_refused(tmp_path, text, message):
-    path = trace(tmp_path, text)
+    path = trace(tmp_path, text, "trace.csv" if "client" in text or "start" in text else "trace.jsonl")
     with pytest.raises(ValueError, match=message) as caught:
         plan(1, "ab", trace=path, period=10)
     assert str(caught.value).startswith(path)
@@ -222,6 +227,8 @@ def test_a_fleet_whose_visits_never_end_with_a_reply_is_given_up(tmp_path, monke
     for server in ("synchronous", "buffered"):
         with pytest.raises(FleetError, match=r"round 1: 50 consecutive visits .* the last one of 'a'"):
             plan(1, "a", server=server, trace=path, period=10, seconds=6)
+    with pytest.raises(FleetError, match="buffer = 2: only 1 clients train"):
+        plan(1, "a", server="buffered", buffer=2)
 
 
 def test_a_client_called_0_in_json_lines(tmp_path):
@@ -237,6 +244,7 @@ def test_a_client_called_0_in_json_lines(tmp_path):
         ({"speeds": "uniform"}, "spread is required for speeds 'uniform' and 'lognormal'"),
         ({"speeds": "uniform", "spread": 1}, "spread of uniform speeds must be below 1"),
         ({"trace": "x.csv", "online": 1, "offline": 1}, "the trace defines when clients are online"),
+        ({"online": 1}, "online and offline must be set together"),
         ({"period": 5}, "period is only for a trace: set trace, or remove period"),
     ],
 )

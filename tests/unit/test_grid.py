@@ -126,6 +126,7 @@ def test_what_no_grid_can_be_made_of_is_refused_before_anything_runs(path, tmp_p
         (["--grid", "method.lr=1,2", "--set", "method.lr=3"], "method.lr is also set by --set; remove one"),
         (["--grid", "engine.workers=1,2"], "engine.workers=1,2: [engine] does not affect results"),
         (["--grid", "evaluate.split=test,validation"], "a sweep always selects on validation pairs"),
+        (["--grid", "seed=1,2"], "set seeds with --seeds"),
         (["--seeds", "0"], "--seeds 0: write a number of seeds, e.g. --seeds 3, or distinct seeds"),
         (["--seeds", "1,1"], "--seeds 1,1: write a number of seeds"),
         (["--seeds", "2", "--set", "seed=3"], "--set seed=3: seed is set by the sweep; use --seeds"),
@@ -194,6 +195,7 @@ def test_other_data_are_no_matter_of_choice(path):
     chosen = asyncio.run(sweep.grid(cells))
     assert [each.cell.combination.name for each in chosen] == ["clients2-lr0.01", "clients3-lr0.001"]
     assert sentence(chosen[1]).startswith("With data.partition.clients=3: clients3-lr0.001")
+    assert " Its method.lr is at the end of the range tried" in sentence(chosen[1])
     cells, sweep, toy, _ = sweep_of(path, grid[0], seeds=(5, 6), overrides=("data.validation_fraction=0",))
     check_cells(cells)
     assert asyncio.run(sweep.grid(cells)) == []

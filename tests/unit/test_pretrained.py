@@ -275,6 +275,7 @@ def two_gpus(gpu, monkeypatch):
     """Two devices of 80 GB, and the names of CUDA devices that transformers takes."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
 
 
 def test_a_model_on_two_gpus_has_half_of_its_blocks_on_each(two_gpus):
@@ -292,6 +293,7 @@ def test_a_model_on_two_gpus_has_half_of_its_blocks_on_each(two_gpus):
     assert 36 <= blocks.count(0) <= 44
     assert (found["model.embed_tokens"], found["model.norm"], found["lm_head"]) == (0, 1, 1)
     assert set(found.values()) == {0, 1}
+    assert placement(torch.device("cuda")) == {"device_map": {"": 1}}
 
 
 def test_a_process_with_fewer_gpus_than_the_model_needs_is_refused(two_gpus):

@@ -95,7 +95,7 @@ def test_a_tool_that_fails_is_warned_of_once_and_tried_again_at_the_end(tmp_path
     assert warnings == [
         "[track] fake failed; the run continues: ConnectionError: no answer in log of http://…@host/"
     ]
-    fake.fails = set()
+    fake.fails = {"close"}
     tool.finish(SUMMARY, lambda: "<html>")
     tool.close(succeeded=True)
     assert (fake.rounds, len(fake.started), len(fake.got)) == ([1, 2, 3], 1, 1)

@@ -183,6 +183,9 @@ def privacy_line(privacy: Mapping[str, Any]) -> str:
 
     >>> privacy_line({"kind": "central", "epsilon": None, "delta": None, "noise_multiplier": 0.0})
     'privacy: central; updates are clipped but have no noise, so there is no privacy guarantee'
+    >>> result = {"kind": "local", "epsilon": 3.14159, "delta": 1e-5, "adjacency": "A", "bound": "B"}
+    >>> privacy_line({**result, "releases": 1, "draws": "seed"})
+    'privacy: local, epsilon 3.14 at delta 1e-05 (A; B; 1 release; the seed reveals the noise)'
     """
     if privacy["epsilon"] is None:
         return (
