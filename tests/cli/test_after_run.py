@@ -102,6 +102,8 @@ def test_evaluate_other_pairs_of_the_run(place):
     )
     assert figures["clients"] == {"left": {"pairs": 8}}
     assert "split = 'validation'" in prefed_("evaluate", place / "feddpo", "--split", "validation", code=1)
+    same = prefed_("evaluate", place / "feddpo", "--test", place / "train.jsonl")
+    assert "have trained on 16 of these 16 pairs" in same
 
 
 def test_evaluate_a_file_gives_each_client_its_own_rows(place, tmp_path):

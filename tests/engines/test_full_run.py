@@ -107,11 +107,14 @@ def test_methods_with_parts_of_their_own_refuse(place, method):
 
 def test_what_else_is_refused(place):
     """Rules on a LoRA's factors, a dtype of frozen models, and an alignment that has no model of its own."""
-    tree = experiment(place).model_dump()
+    tree, full = experiment(place).model_dump(), {"name": "m", "train": "full"}
     for changes, text in (
         ({"merge": {"lora": "ffa"}}, "applies to the factors of a LoRA"),
-        ({"model": {"name": "m", "train": "full", "dtype": "bfloat16"}}, "train = 'full' requires float32"),
+        ({"model": {**full, "dtype": "bfloat16"}}, "train = 'full' requires float32"),
         ({"method": "fedbis", "align": {"prompts": "p.txt"}}, "set the model to align in"),
+        ({"align": {"prompts": "p.txt", "objective": "grpo"}}, "compares all completions: set pairs = 'all'"),
+        ({"align": {"prompts": "p.txt", "objective": "sft"}}, "'sft' cannot train on labelled pairs"),
+        ({"align": {"prompts": "p.txt", "model": full}}, "model.train = 'full': the alignment trains a LoRA"),
     ):
         with pytest.raises(ConfigError, match=text):
             Experiment.model_validate({**tree, **changes})

@@ -272,6 +272,10 @@ def test_newcomers_judge_by_a_taste_that_is_asked_for(met, monkeypatch):
 def test_pairs_of_a_file_that_give_a_taste_are_not_judged(met, place):
     file = str(place / "train.jsonl")
     at_taste(met, f"infer:{file}")
+    (known,) = evaluate(met, "train", ["w0"]).notes
+    assert "inferred from training pairs" in known
+    few, again = evaluate(at_taste(met, "infer:99"), "train", ["w0"]).notes
+    assert ("99 pairs requested, client 'w0' has" in few, again) == (True, known)
     with pytest.raises(RunError, match="60 of the 60 pairs that the taste is inferred from are also"):
         at_taste(met, f"infer:{file}", split="train")
 

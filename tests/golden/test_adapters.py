@@ -169,6 +169,9 @@ def test_a_merged_model_for_one_taste(base: Path, tmp_path: Path) -> None:
     merged = plain(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), want, rtol=1e-5, atol=1e-5)
     assert not merged.config.tie_word_embeddings
+    for taste, message in ((None, "only be exported for one taste"), (torch.nan * TASTE, "z is NaN")):
+        with pytest.raises(ModelError, match=message):
+            save_merged(model, tensors, tmp_path / "it", taste)
     torch.testing.assert_close(at_taste(model), want, rtol=0, atol=0)
 
 

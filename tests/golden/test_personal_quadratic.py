@@ -332,12 +332,16 @@ def test_pfedme_descends_on_the_moreau_envelopes():
 
 @pytest.mark.parametrize("eta", [0.3, 1.2])
 def test_pfedme_rests_at_the_envelopes_optimum(eta):
-    """R = 1: Σ p_i λ (φ − b_i(φ)) = 0 is the zero gradient of Σ p_i F_i, whatever η."""
+    """R = 1: Σ p_i λ (φ − b_i(φ)) = 0 is the zero gradient of Σ p_i F_i, whatever η. From w = 0, the
+    server mixing 0.5 takes half a step."""
     curvatures, optima, clients, _ = problem()
     slopes = [np.linalg.solve(h + 0.8 * EYE, h) for h in curvatures]
     best = np.linalg.solve(weighted(slopes), weighted([s @ a for s, a in zip(slopes, optima, strict=True)]))
     method = make("pfedme", lam=0.8, outer_lr=eta, inner_steps=60, lr=0.45, local_steps=1)
     close(model(simulate(method, clients, Tensors(LINE, torch.from_numpy(best)), 1)), best)
+    zero = Tensors.zeros(LINE, torch.float64)
+    whole, half = (model(simulate(make("pfedme", server_mixing=b), clients, zero, 1)) for b in (1.0, 0.5))
+    close(half, whole / 2)
 
 
 # FedALA

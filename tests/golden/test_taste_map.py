@@ -10,6 +10,7 @@ import torch
 from tests.small_models import FAMILIES, Choices, Pairs, away, backbone
 
 from prefed.core import Key, Objective, Optimizer, Owner, Ownership, Phase, Tensors
+from prefed.data import Pair
 from prefed.models import Backbone
 from prefed.models.tastes import TASTE_MAP, tasting
 from prefed.train import PairTrainer
@@ -22,6 +23,7 @@ PAIRS = Pairs(6)
 ROWS = np.arange(6)
 W, B = f"{TASTE_MAP}/weight", f"{TASTE_MAP}/bias"
 WIDTH = 32
+SHORT = Pair(*[np.ones(1, np.int32)] * 3)
 
 
 def tastes(count: int = 6, seed: int = 0) -> torch.Tensor:
@@ -242,3 +244,19 @@ def test_completions_at_a_taste_are_those_of_a_plain_loop(family: str) -> None:
     assert [list(each.tokens) for each in complete_batch(model, tensors, PROMPTS, how, keys, z)] == expected
     assert complete(model, tensors, PROMPTS[1], how, keys[1], z[1]) == str(expected[1])
     assert [list(each.tokens) for each in complete_batch(model, tensors, PROMPTS, how, keys)] != expected
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, _: PairTrainer(m, PAIRS, tastes=tastes(5)), "got 5 tastes for 6 pairs"),
+        (lambda m, at: PairTrainer(m, PAIRS, tastes=tastes()[:, :4]).score(at, ROWS), "has 4 numbers"),
+        (lambda m, at: complete_batch(m, at, PROMPTS, Sampling(), [Key(0)] * 3, tastes(2)), "2 tastes for 3"),
+        (lambda m, at: PairTrainer(m, PAIRS).choice_scores(at, ROWS), "requires pairs of choices"),
+        (lambda m, at: PairTrainer(m, Choices(6)).choice_scores(at, ROWS, tastes()), "no latent taste"),
+        (lambda m, _: PairTrainer(m, Choices(6)).model.forward([SHORT]), "before its letter"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(*moved("gpt2"))

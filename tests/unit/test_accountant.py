@@ -270,10 +270,17 @@ def test_the_table_of_noise_has_the_epsilons_of_its_page():
 # What goes together
 
 REFUSED = [
+    ({"privacy": {"clip": 1.0}}, "clip requires kind"),
     ({"privacy": {"kind": "local"}}, "kind requires noise_multiplier"),
     ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "delta": 1e-5}}, "requires clip"),
     ({"privacy": {"kind": "local", "noise_multiplier": 1.0, "clip": 1.0}}, "requires delta"),
     ({"privacy": {**LOCAL, "clip": 1e300, "noise_multiplier": 1e10}}, r"clip \* noise_multiplier is inf"),
+    ({"privacy": {**LOCAL, "clip": 5e-324, "noise_multiplier": 0.4}}, r"clip \* noise_multiplier is 0"),
+    ({"method": {"name": "fedvpl", "posterior_clip": 1e-40, "posterior_noise": 1.0}}, "noise is 1e-40"),
+    ({"privacy": {**LOCAL, "colluders": 1}}, "colluders requires kind = 'distributed'"),
+    ({"privacy": LOCAL, "merge": {}}, "set 'uniform'"),
+    ({"privacy": LOCAL, "evaluate": {"diagnose": 1}}, "gradients without noise"),
+    ({"privacy": CENTRAL, "merge": {"weights": "uniform", "ranks": {"a": 1}}}, "different shapes"),
     ({"privacy": {**LOCAL, "secret_cohorts": True}}, "secret_cohorts requires kind = 'central'"),
     ({"privacy": {**DISTRIBUTED, "secret_cohorts": True}}, "with 'distributed' the server knows who sent"),
     ({"privacy": {**DISTRIBUTED, "noise_multiplier": 0.0}}, "two sums that differ by one site"),

@@ -253,10 +253,10 @@ BUDGET: dict[str, tuple[int, str]] = {
     "experiments/tests/": (1_835, "messages are asserted by what they name, and each law once"),
     "tests/": (2_535, "crashes at every file operation are looped over in one place, not in two files"),
     "tests/cli/": (4_470, "messages are asserted by what they name, and each law once"),
-    "tests/engines/": (11_602, "guards that a review missed"),
-    "tests/golden/": (4_710, "messages are asserted by what they name, and each law once"),
+    "tests/engines/": (11_609, "guards that a review missed"),
+    "tests/golden/": (4_727, "guards that a review missed"),
     "tests/laws/": (1_890, "how much a client moves a sum of votes"),
-    "tests/unit/": (18_001, "guards that a review missed"),
+    "tests/unit/": (18_011, "guards that a review missed"),
     # Words.
     "docs, README.md": (60_000, "what two pages said is said on one"),
 }

@@ -362,6 +362,8 @@ def test_pairs_are_judged_each_at_its_own_taste(pairs, lora):
     np.testing.assert_array_equal(
         trainer.choice_scores(tensors, rows), trainer.choice_scores(tensors, rows, tensors["latent/z"])
     )
+    with pytest.raises(ValueError, match=r"z has shape \[5\]"):
+        trainer.choice_scores(tensors, rows, torch.zeros(5))
 
 
 def test_another_taste_runs_no_text_again(pairs, monkeypatch):

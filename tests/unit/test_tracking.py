@@ -229,13 +229,14 @@ def test_without_clients_the_settings_name_none(tmp_path, fake):
         run = write_run(tmp_path / str(clients), **changes)
         with (
             pytest.MonkeyPatch.context() as patch,
-            tracked({"fake": fake}, TrackConfig(to="tensorboard", clients=clients), run, Callback(), None),
+            tracked({"fake": fake}, TrackConfig(to="tensorboard", clients=clients), run, Callback(), str),
         ):
             patch.setattr(reader, "read_commit", lambda folder: reader.Commit(2, {}, {}))
         text = json.dumps(fake.started[-1].config)
         assert {name for name in ("ann", "bob") if name in text} == names
         assert "/home" not in text
         assert '"by": "source"' in text
+        assert (bool(fake.got[-1].rows), bool(fake.got[-1].page)) == (clients, clients)
 
 
 @pytest.mark.parametrize(
