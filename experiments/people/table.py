@@ -79,9 +79,9 @@ def from_models(run: Path, contested: Mapping[tuple[str, ...], bool], others: bo
         if others and (personal or loaded.method.infer is not None):
             anothers = pair_figures(loaded.job, scorer(client, loaded.model(other), "test"))
             own["another"] = anothers["reward_accuracy"]
-    # After local steps if the method takes any, else by pairs alone.
+    # From eight pairs alone if the method can, else after local steps on them.
     joined = json.loads((run / "summary.json").read_text("utf-8")).get("unseen_accuracy", {})
-    for figures in [*joined.values()][:1]:
+    for figures in [*joined.values()][-1:]:
         found |= {client: {"joined": value} for client, value in figures["per_client"].items()}
     return found
 
