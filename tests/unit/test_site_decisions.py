@@ -14,7 +14,7 @@ from federating import experiment, site_config
 from prefed.core import files
 from prefed.data import FederatedDataset
 from prefed.data.dataset import ClientSizes
-from prefed.networks.federation import approvals_withdrawals as decisions
+from prefed.networks.federation import approvals_withdrawals
 from prefed.networks.federation import site as site_module
 from prefed.networks.federation.audit_log import SentLog, check_chain
 from prefed.networks.federation.federate import experiment_for_sites
@@ -216,13 +216,13 @@ def test_a_run_starts_once_somebody_approved_it(site_file, joins, tmp_path):
 
 def test_a_version_of_code_is_approved(site_file, tmp_path, monkeypatch):
     config = site_file(limits={"approval": "code"})
-    monkeypatch.setattr(decisions, "code_digests", lambda asked: {"pack.mod:M": "c" * 64})
-    with pytest.raises(decisions.RefusalError, match=f"this version of pack.mod:M .*{'c' * 64}"):
-        decisions.check_approved("", None, config)
-    decisions.approve(config, "c" * 64, "Dr Ada", "read", None)
-    decisions.check_approved("", None, config)
-    monkeypatch.setattr(decisions, "code_digests", lambda asked: {})
-    decisions.check_approved("", None, config)
+    monkeypatch.setattr(approvals_withdrawals, "code_digests", lambda asked: {"pack.mod:M": "c" * 64})
+    with pytest.raises(approvals_withdrawals.RefusalError, match=f"this version of pack.mod:M .*{'c' * 64}"):
+        approvals_withdrawals.check_approved("", None, config)
+    approvals_withdrawals.approve(config, "c" * 64, "Dr Ada", "read", None)
+    approvals_withdrawals.check_approved("", None, config)
+    monkeypatch.setattr(approvals_withdrawals, "code_digests", lambda asked: {})
+    approvals_withdrawals.check_approved("", None, config)
 
 
 def test_a_client_withdraws(site_file, joins, tmp_path):
@@ -242,7 +242,7 @@ def test_a_client_withdraws(site_file, joins, tmp_path):
         (state / path).write_text("secret words of w1")
     site = Site(config)
     with pytest.raises(StoreError, match="stop it first"):
-        decisions.withdraw(config, "w1", "Dr Ada", "asked for it")
+        approvals_withdrawals.withdraw(config, "w1", "Dr Ada", "asked for it")
     site.close()
     row = {"prompt": "a", "chosen": "b", "rejected": "c", "worker": "v10"}
     (tmp_path / "w0.jsonl").write_text(json.dumps(row) + "\n")
