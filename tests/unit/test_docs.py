@@ -336,3 +336,16 @@ def test_a_version_is_cited_and_its_run_directory_frozen() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert (ROOT / "tests/frozen" / version / "run/summary.json").is_file()
+
+
+def test_pictures_are_small_and_load_nothing() -> None:
+    """All together below 340 kB, the terminal's in the reader's own font; README or a page names each."""
+    pictures = sorted((DOCS / "pictures").iterdir())
+    assert sum(picture.stat().st_size for picture in pictures) < 340_000
+    readme = (ROOT / "README.md").read_text("utf-8")
+    named = re.findall(r'(?:src|srcset)="docs/pictures/([^"]+)"', readme)
+    for page in DOCS.glob("*.md"):
+        named += re.findall(r"\]\(pictures/([^)#]+)", page.read_text("utf-8"))
+    assert sorted({*named}) == [picture.name for picture in pictures]
+    for picture in DOCS.glob("pictures/*.svg"):
+        assert not re.search(r"url\((?!#)|https?://(?!www\.w3\.org)", picture.read_text("utf-8"))
