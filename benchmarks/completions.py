@@ -22,14 +22,13 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from common import DEVICE, base_model, parse_with_model, timed
+from common import DEVICE, base_model, clock, parse_with_model, timed
 
 from prefed.align.judge.endpoint import Endpoint
 from prefed.config import EndpointConfig
@@ -40,13 +39,6 @@ from prefed.train.generation import Sampling, complete_batch
 
 NEVER = -1
 """An end-of-text token that no model says."""
-
-
-def on_the_wall(work: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    """Milliseconds on the wall, and the result."""
-    start = time.perf_counter()
-    rows = work()
-    return 1e3 * (time.perf_counter() - start), rows
 
 
 def main() -> None:
@@ -105,19 +97,19 @@ def main() -> None:
         # Text does not always give back its tokens: the server counts them.
         return [[0] * args.tokens if not answer.ended else [] for answer in answers]
 
-    peer_name, peer_work, clock = "one by one", one_by_one, timed
+    peer_name, peer_work, now = "one by one", one_by_one, clock
     if args.server:
         tokenizer = load_tokenizer(config)
         texts = [tokenizer.decode(prompt) for prompt in prompts]
         settings = EndpointConfig(model="model", url=args.server, parallel=args.batch)
         endpoint = Endpoint("model", settings, setting="--server", prefix="--")
-        peer_name, peer_work, clock = "server", served, on_the_wall
+        peer_name, peer_work, now = "server", served, time.perf_counter
     else:
         greedy, peer = batched(0.0), one_by_one(0.0)
     times: dict[str, list[float]] = {"batched": [], peer_name: []}
     for repeat in range(args.repeats + 1):
         for name, work in (("batched", batched), (peer_name, peer_work)):
-            spent, rows = clock(lambda work=work: work(0.7))  # type: ignore[misc]
+            spent, rows = timed(lambda work=work: work(0.7), now)  # type: ignore[misc]
             assert all(len(row) == args.tokens for row in rows), name
             if repeat:
                 times[name].append(spent)

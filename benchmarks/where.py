@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/where.py experiments/smollm2/opposed.toml --methods feddpo fedvpa
     OMP_NUM_THREADS=1 python benchmarks/where.py FILE --set model.name=FOLDER rounds=1
 
-Each method runs the experiment in a process of its own, from an empty folder. A kind of work stops the clock
+Each method runs the experiment in its own process, from an empty folder. A kind of work stops the clock
 of the work that calls it, so shares add up to the whole process, imports included.
 """
 

@@ -289,13 +289,13 @@ def complete_batch(
             # Responses that have ended cost no further time.
             places = [place for place, row in enumerate(rows) if ends.isdisjoint(written[row])]
             rows = [rows[place] for place in places]
-            if cache is not None and rows:
+            ids, mask = output, torch.cat([mask, torch.ones_like(piece)], 1)
+            if cache is not None and 0 < len(places) < len(ids):
                 kept = torch.tensor(places, device=ids.device)
+                ids, mask = ids[kept], mask[kept]
                 cache.reorder_cache(kept)
-                for processor in processors:
-                    if isinstance(processor, GumbelNoise):
-                        processor.keep(places)
-                ids, mask = output[kept], torch.cat([mask, torch.ones_like(piece)], 1)[kept]
+                if processors:  # the noise is the last one
+                    processors[-1].keep(places)
     return [_until_end(row, ends) for row in written]
 
 
