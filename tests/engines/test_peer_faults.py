@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import DistNetworkError, HashStore, TCPStore
 
 import prefed.store.writer
 from peering import Fails, end_of, experiment, free_port, meet, peers, started, whole
@@ -226,6 +226,33 @@ def test_a_model_that_cannot_come_is_not_awaited(monkeypatch):
     with pytest.raises(PeerError, match=r"^peer 1 closed its connection"):
         connected.swap(1, bytes(8))
     watch.leave("left")
+
+
+class Closes(HashStore):
+    """The store of a peer 0 that ends as soon as it has read that peer 1 leaves."""
+
+    closed = False
+
+    def set(self, key, value):
+        super().set(key, value)
+        self.closed = value.endswith(("done", "left"))
+
+    def check(self, keys):
+        if self.closed:
+            raise DistNetworkError("connection reset by peer")
+        return super().check(keys)
+
+
+def test_a_store_that_ends_after_the_last_word_of_a_peer_is_no_failure(brief):
+    """Peer 0 waits for no more than that word, so another heartbeat may find nobody."""
+    store = Closes()
+    store.set(beat_key(0), Beat().text())
+    watch = Watch(store, 1, ["peer 0", "peer 1"], 0, WATCHDOG)
+    watch.start()
+    watch.hush()
+    watch.leave("done")
+    assert store.closed
+    assert watch.verdict == ""
 
 
 def test_peers_that_live_but_do_not_finish_a_round_are_named(brief):

@@ -106,7 +106,7 @@ class Watch:
         self._limit: tuple[float, str] | None = None
         self._wake, self._closed, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._stall: tuple[float, float] | None = None
-        self._leaving, self._storeless = False, False
+        self._leaving, self._storeless, self._announced = False, False, False
 
     def start(self) -> None:
         """Start both threads."""
@@ -205,8 +205,10 @@ class Watch:
     def _exchange_beats(self) -> None:
         keys = [beat_key(rank) for rank in range(len(self.names))]
         while not self._closed.is_set():
+            state = self._state
             try:
-                self._store.set(keys[self._rank], Beat(self._count + 1, self._round, self._state).text())
+                self._store.set(keys[self._rank], Beat(self._count + 1, self._round, state).text())
+                self._announced = state != "here"
                 if self._store.check([STOP]):
                     self._heed(self._store.get(STOP))
                 self._read(self._store.multi_get(keys))
@@ -279,6 +281,8 @@ class Watch:
 
     def _lost_store(self, why: str) -> None:
         self._storeless = True
+        if self._announced:
+            return  # The peer that runs the store may end once all others have announced that they leave.
         if self._host is None:
             self._judge(None, f"torchrun's store {why}")
         else:
