@@ -12,6 +12,6 @@ def prefed_(*words, code=0):
     return result.stdout if code == 0 else result.stderr
 
 
-async def sweep_command(run, *words):
-    """In the place of :func:`prefed.runs.sweep_child._command`."""
+async def sweep_command(processes, run, *words):
+    """In the place of :meth:`prefed.runs.sweep_child.CommandProcesses.call`."""
     return prefed_(*words).encode()

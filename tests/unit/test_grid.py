@@ -231,7 +231,7 @@ def test_nothing_is_chosen_where_a_run_failed(path):
 def test_a_grid_on_a_small_model(tmp_path, monkeypatch):
     """Two rates, each a real run: one is judged on test pairs, and the same command again takes all as it is.
     The commands of a run's own process are called here, as starting Python takes longer than they do."""
-    monkeypatch.setattr(sweep_child, "_command", sweep_command)
+    monkeypatch.setattr(sweep_child.CommandProcesses, "call", sweep_command)
     place = small_place(tmp_path)
     file = place / "exp.toml"
     file.write_text(tomli_w.dumps(small_experiment(place, rounds=1)))

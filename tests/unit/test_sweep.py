@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import signal
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
@@ -340,49 +342,124 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
 # A run in a process
 
 
+FAKE = """
+import os, pathlib, signal, sys, time, types
+sys.platform = "a system where nothing is imported before the fork"
+sys.modules["prefed.ui.cli"] = types.SimpleNamespace(main=lambda: main_(sys.argv))
+"""
+"""Before :data:`sweep_child.START`: ``main_`` is a command in the place of ``prefed``."""
+
+
+def with_processes(work):
+    async def act():
+        async with sweep_child.CommandProcesses() as processes:
+            return await work(processes)
+
+    return asyncio.run(act())
+
+
+def as_command(monkeypatch, text):
+    monkeypatch.setattr(sweep_child, "START", f"{FAKE}{dedent(text)}{sweep_child.START}")
+
+
 def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
     """Its last line is in the error, and all that it printed is kept."""
-    got = "import sys; print('round 1/2', file=sys.stderr, flush=True); sys.exit('error: no model')"
-    monkeypatch.setattr(sweep_child, "START", got)
+    as_command(
+        monkeypatch,
+        """
+        def main_(words):
+            print("round 1/2", file=sys.stderr, flush=True)
+            sys.exit("error: no model")
+        """,
+    )
     run = toy_cells(tmp_path)[0].planned()[0]
     with pytest.raises(sweep_child.CommandError, match=r"status 1: error: no model") as failed:
-        asyncio.run(run_in_process(run))
+        with_processes(partial(run_in_process, run))
     assert failed.value.refusal == "no model"
     assert run.side_file("log").read_text() == "round 1/2\nerror: no model\n"
     assert not run.finished
 
 
+def test_commands_of_one_process_share_nothing_but_imports(tmp_path, monkeypatch):
+    """What one changes, prints or dies of is its own; the next one is run all the same. 70,000 characters are
+    more than a pipe holds, and than a line may have in asyncio."""
+    as_command(
+        monkeypatch,
+        """
+        count = 0
+        def main_(words):
+            global count
+            count += 1
+            print(count, os.getppid(), words[1], "x" * 70_000)
+            if words[1] == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    run = sweep_child.SweepRun(None, tmp_path / "run")
+
+    async def three(processes):
+        first = await processes.call(run, "first")
+        with pytest.raises(sweep_child.CommandError, match="status -9"):
+            await processes.call(run, "dies")
+        return first, await processes.call(run, "last")
+
+    first, last = (each.decode().split() for each in with_processes(three))
+    assert first == ["1", first[1], "first", "x" * 70_000]
+    assert last == ["1", first[1], "last", "x" * 70_000]
+
+
+def test_a_process_is_ready_for_a_fork(tmp_path):
+    """A thread would be missing in the fork, and locks that it held would stay locked."""
+    code = sweep_child.START.replace(
+        "for line in", "print(len(os.listdir('/proc/self/task')));sys.exit()\nfor line in"
+    )
+    words = [sys.executable, "-P", "-c", code]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert subprocess.run(words, capture_output=True, text=True, env=environment).stdout == "1\n"
+
+
 def test_a_command_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):
     """A ``json.py`` or ``typer.py`` next to the user's data is theirs, and no library's."""
-    for name in ("json", "typer"):
+    for name in ("json", "typer", "peft"):
         (tmp_path / f"{name}.py").write_text("import os\nos._exit(99)\n")
     monkeypatch.chdir(tmp_path)
     run = sweep_child.SweepRun(None, tmp_path / "run")
-    assert b"feddpo" in asyncio.run(sweep_child._command(run, "methods"))
+    assert b"feddpo" in with_processes(lambda processes: processes.call(run, "methods"))
 
 
-def test_a_command_ends_with_its_parent(tmp_path, monkeypatch):
-    """Also where the parent is killed without a chance to report it."""
-    pid = tmp_path / "pid"
-    forever = f"""
-        import sys, types, os, time, pathlib
-        def main():
-            pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep({WATCHDOG})
-        sys.modules["prefed.ui.cli"] = types.SimpleNamespace(main=main)
-    """
+@pytest.mark.parametrize("ends", ["killed", "interrupted"])
+def test_a_command_ends_with_its_parent(tmp_path, monkeypatch, ends):
+    """Also where the parent is killed without a chance to report it. One that is interrupted waits for it."""
+    as_command(
+        monkeypatch,
+        f"""
+        def main_(words):
+            pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
+            try:
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
+                time.sleep({WATCHDOG})
+            except KeyboardInterrupt:
+                time.sleep(0.2)
+                pathlib.Path({str(tmp_path / "stopped")!r}).touch()
+        """,
+    )
     parent = f"""
-        import asyncio, pathlib
+        import asyncio, pathlib, signal
         from types import SimpleNamespace
         from prefed.runs import sweep_child as child
-        child.START = {dedent(forever)!r} + child.START
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        child.START = {sweep_child.START!r}
         out, log = pathlib.Path("x"), pathlib.Path({str(tmp_path / "log")!r})
         run = SimpleNamespace(out=out, side_file=lambda ending: log)
-        asyncio.run(child._command(run, "run"))
+        asyncio.run(child.CommandProcesses().call(run, "run"))
     """
-    with subprocess.Popen([sys.executable, "-c", dedent(parent)]) as process:
+    pid = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", dedent(parent)], stderr=subprocess.DEVNULL) as process:
         until(lambda: (pid.exists() and pid.read_text()) or process.poll() is not None, "the command's start")
-        process.kill()
+        process.kill() if ends == "killed" else process.terminate()
     number = int(pid.read_text())
+    if ends == "interrupted":
+        assert (tmp_path / "stopped").exists()
     until(lambda: not alive(number), "the command's end")
 
 
@@ -400,7 +477,7 @@ def test_a_run_names_the_code_that_made_it_and_all_that_resumed_it(tmp_path, mon
     names = iter(["abc1234", "bcd2345", "bcd2345"])
     resumed: list[bool] = []
 
-    async def fake(run, *words):
+    async def fake(self, run, *words):
         resumed.append("--resume" in words)
         run.out.mkdir(exist_ok=True)
         if len(resumed) < 3:
@@ -408,13 +485,17 @@ def test_a_run_names_the_code_that_made_it_and_all_that_resumed_it(tmp_path, mon
         (run.out / "summary.json").write_text("{}")
 
     monkeypatch.setattr(sweep_child, "code_version", lambda: next(names))
-    monkeypatch.setattr(sweep_child, "_command", fake)
+    monkeypatch.setattr(sweep_child.CommandProcesses, "call", fake)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            asyncio.run(run_in_process(run))
+            with_processes(partial(run_in_process, run))
         assert not run.ready
-    asyncio.run(run_in_process(run))
-    asyncio.run(run_in_process(run))
+
+    async def twice(processes):
+        await run_in_process(run, processes)
+        await run_in_process(run, processes)
+
+    with_processes(twice)
     assert resumed == [False, True, True]
     assert commits(run.out) == ["abc1234", "bcd2345"]
     assert run.ready
@@ -507,14 +588,14 @@ def test_a_sweep_stops_with_its_runs_and_goes_on(tmp_path, monkeypatch):
     code, errors = process.send(signal.SIGTERM)
     assert (code, "the same command continues from here" in errors) == (130, True), errors
 
-    async def command(run, *words):
-        called.append(words[0])
-        return await sweep_command(run, *words)
+    async def command(self, run, *words):
+        commands.append(words[0])
+        return await sweep_command(self, run, *words)
 
-    called = []
-    monkeypatch.setattr(sweep_child, "_command", command)
+    commands = []
+    monkeypatch.setattr(sweep_child.CommandProcesses, "call", command)
     again = prefed_(*words)
-    assert called == ["run", "evaluate"]
+    assert commands == ["run", "evaluate"]
     assert "finished toy local, 1 of 1 cells" in again
     assert {path.name for path in run.parent.iterdir()} - {"reference"} == {run.name}
     assert json.loads((run / "judged-test.json").read_text())["preference_accuracy"]["mean"] >= 0

@@ -19,7 +19,14 @@ from prefed.config.experiment_table import Cell, Judge, Table, grid_table, load_
 from prefed.config.grid import Combination
 from prefed.core.text import did_you_mean, pluralize
 from prefed.data import DataConfig, DataError
-from prefed.runs.sweep_child import NEWCOMERS, CommandError, SweepRun, commits, run_in_process
+from prefed.runs.sweep_child import (
+    NEWCOMERS,
+    CommandError,
+    CommandProcesses,
+    SweepRun,
+    commits,
+    run_in_process,
+)
 from prefed.train.metrics import COMPARED_METRICS
 
 T = TypeVar("T")
@@ -323,7 +330,7 @@ class Sweep:
 
     Attributes:
         report: called with each line of progress.
-        do: runs or resumes one run.
+        do: runs or resumes one run; default: in a separate process.
         failed: the cells of tables and the runs of grids that failed, by name; each with the log file of the
             failed run if there is one.
         refused: those of them whose run was refused before its first round, and why.
@@ -331,12 +338,14 @@ class Sweep:
 
     jobs: int
     report: Callable[[str], None] = print
-    do: Callable[[SweepRun], Awaitable[None]] = run_in_process
+    do: Callable[[SweepRun], Awaitable[None]] | None = None
     failed: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.jobs)
+        self._processes = CommandProcesses()
+        self._do = self.do or partial(run_in_process, processes=self._processes)
 
     async def tables(
         self, cells: Sequence[SweepCell], done: Callable[[SweepCell, dict[str, Any]], None]
@@ -370,7 +379,7 @@ class Sweep:
                 count += 1
                 self.report(f"finished {cell.name}, {count} of {len(cells)} cells")
 
-        async with asyncio.TaskGroup() as group:
+        async with self._processes, asyncio.TaskGroup() as group:
             for cell in cells:
                 group.create_task(one(cell))
 
@@ -455,7 +464,7 @@ class Sweep:
         return chosen
 
     async def _all(self, runs: Sequence[SweepRun]) -> None:
-        async with asyncio.TaskGroup() as group:
+        async with self._processes, asyncio.TaskGroup() as group:
             for run in runs:
                 group.create_task(self._attempt(run.out.name, partial(self._run, run, run.out.parent)))
 
@@ -484,7 +493,7 @@ class Sweep:
             if not run.ready:
                 doing = "evaluating" if run.finished else "running"
                 self.report(f"{doing} {run.out.relative_to(folder)}, log: {run.side_file('log')}")
-                await self.do(run)
+                await self._do(run)
 
 
 def check_cells(cells: Sequence[SweepCell]) -> None:

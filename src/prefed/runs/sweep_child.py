@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,18 +23,50 @@ NEWCOMERS = "newcomer_accuracy"
 """The accuracy of clients that never trained, after the most local steps or pairs of ``[evaluate]``."""
 PACKAGE = Path(__file__).resolve().parents[1]
 START = """
-import os, sys, threading
+import gc, json, os, signal, sys, tempfile, threading
+from prefed.ui.cli import main
+
+child = 0
+
+def stop(number, frame):
+    if child:
+        os.kill(child, number)
+        os.waitpid(child, 0)
+    sys.exit()
 
 def end_with_the_parent():
-    os.read(0, 1)  # nothing is ever written there: this returns when the parent is gone
+    os.read(0, 1)  # nothing is written there during a command: this returns when the parent is gone
     os._exit(1)
 
-threading.Thread(target=end_with_the_parent, daemon=True).start()
-sys.argv[0] = "prefed"
-from prefed.ui.cli import main
-main()
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+if sys.platform == "linux":  # libraries of macOS do not survive a fork
+    import peft, prefed.runs.evaluate, prefed.runs.run, prefed.ui.pages.terminal, rich.progress
+    gc.freeze()
+for line in iter(sys.stdin.readline, ""):
+    words, environment, log = json.loads(line)
+    with tempfile.TemporaryFile() as output:
+        if not (child := os.fork()):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.dup2(output.fileno(), 1)
+            os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666), 2)
+            threading.Thread(target=end_with_the_parent, daemon=True).start()
+            os.environ.update(environment)
+            sys.argv = ["prefed", *words]
+            sys.exit(main())
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        child = 0
+        print(status, output.seek(0, 2), flush=True)
+        output.seek(0)
+        sys.stdout.buffer.write(output.read())
+        sys.stdout.flush()
 """
-"""The program of a child process: a ``prefed`` command that ends when its standard input closes."""
+"""A program that runs ``prefed`` commands, one at a time, each in a fork that finds all libraries imported.
+
+It reads a line of JSON for each command: its words, environment variables and the file for its errors. It
+writes the exit status, the length of the output and the output. A command ends when standard input closes.
+"""
 
 
 class CommandError(RuntimeError):
@@ -146,7 +179,7 @@ def commits(out: Path) -> list[str]:
     return path.read_text("utf-8").split() if path.exists() else ["unknown"]
 
 
-async def run_in_process(run: SweepRun) -> None:
+async def run_in_process(run: SweepRun, processes: CommandProcesses) -> None:
     """Start or resume a run with ``prefed run`` and ``prefed evaluate`` in separate processes.
 
     Their errors are logged next to the run directory until the run has succeeded. The commit of the code is
@@ -160,16 +193,16 @@ async def run_in_process(run: SweepRun) -> None:
     if not (run.out / "summary.json").exists():
         # If other code resumes a killed run, both commits are listed. The note is next to the run directory,
         # which must be empty before the run starts.
-        files.append(note, f"{code_version()}\n".encode())
+        files.append(note, f"{processes.version}\n".encode())
         files.write(experiment, to_toml(run.experiment).encode())
         again = ["--resume"] if run.out.exists() else []
-        await _command(run, "run", str(experiment), "--out", str(run.out), *again)
+        await processes.call(run, "run", str(experiment), "--out", str(run.out), *again)
     if note.exists():
         names = dict.fromkeys(note.read_text("utf-8").split())
         files.write(run.out / "commit", "".join(f"{name}\n" for name in names).encode())
         files.remove(note)
     if run.test and run.figures is None:
-        figures = json.loads(await _command(run, "evaluate", str(run.out), "--split", "test", "--json"))
+        figures = json.loads(await processes.call(run, "evaluate", str(run.out), "--split", "test", "--json"))
         figures[NEWCOMERS] = next(reversed(figures.get("unseen_accuracy", {}).values()), None)
         accuracies = {
             name: {key: figures[name][key] for key in ("mean", "worst")}
@@ -181,42 +214,82 @@ async def run_in_process(run: SweepRun) -> None:
         path.unlink(missing_ok=True)
 
 
-def _environment(run: SweepRun) -> dict[str, str]:
-    """One thread, and a reference cache shared by all runs of the sweep unless the user has set one."""
-    shared = os.environ.get(SHARED) or str(run.out.resolve().parent / "reference")
-    return {"OMP_NUM_THREADS": "1", SHARED: shared}
+class CommandProcesses:
+    """Processes that run ``prefed`` commands, as many as run at the same time; leaving the context ends them.
 
+    Attributes:
+        version: see :func:`code_version`; they import most of the code when they start.
+    """
 
-async def _command(run: SweepRun, *words: str) -> bytes:
-    """Run a ``prefed`` command and return its output; errors go to the log next to the run directory."""
-    log = run.side_file("log")
-    with log.open("wb") as errors:
-        child = await asyncio.create_subprocess_exec(
-            # -P: files in the working directory cannot shadow libraries.
-            *(sys.executable, "-P", "-c", START, *words),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            env={**os.environ, **_environment(run)},
-        )
+    def __init__(self) -> None:
+        self.version = code_version()
+        self._idle: list[asyncio.subprocess.Process] = []
+
+    async def __aenter__(self) -> CommandProcesses:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        while self._idle:
+            await _end(self._idle.pop())
+
+    async def call(self, run: SweepRun, *words: str) -> bytes:
+        """Run a ``prefed`` command and return its output; errors go to the log next to the run directory.
+
+        All runs of a sweep share a reference cache, unless the user has set one.
+
+        Raises:
+            CommandError: the command failed.
+        """
+        log = run.side_file("log")
+        shared = os.environ.get(SHARED) or str(run.out.resolve().parent / "reference")
+        request = json.dumps([words, {SHARED: shared}, str(log)])
+        process = self._idle.pop() if self._idle else await _start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        log.unlink(missing_ok=True)
         try:
-            # Not communicate(): it may close the child's standard input.
-            assert child.stdout is not None
-            output = await child.stdout.read()
-            await child.wait()
-        finally:
-            if child.returncode is None:
-                child.terminate()
-                await child.wait()
-    if child.returncode:
-        text = log.read_text("utf-8", "replace").strip()
-        last = text.rpartition("\n")[2]
-        # The first line of an error has the reason; after a colon, the second has an example.
-        _, found, message = f"\n{text}".rpartition("\nerror: ")
-        reason, *more = message.split("\n")
-        reason = " ".join([reason, *(line.strip() for line in more[:1] if reason.endswith(":"))])
-        refusal = reason if found and not run.out.exists() else ""
-        raise CommandError(
-            f"{run.out} failed with status {child.returncode}: {last} (log: {log})", log, refusal
-        )
-    return output
+            process.stdin.write(f"{request}\n".encode())
+            answer = await process.stdout.readline()
+            if not answer:
+                raise _failure(run, await process.wait())
+            status, length = map(int, answer.split())
+            output = await process.stdout.readexactly(length)
+        except BaseException:
+            await _end(process)
+            raise
+        self._idle.append(process)
+        if status:
+            raise _failure(run, status)
+        return output
+
+
+async def _start() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        # -P: files in the working directory cannot shadow libraries.
+        *(sys.executable, "-P", "-c", START),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a process; if it runs a command, that is asked to stop and awaited."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+    await process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _failure(run: SweepRun, status: int) -> CommandError:
+    """The error of a command with this exit status, from its log."""
+    log = run.side_file("log")
+    text = log.read_text("utf-8", "replace").strip() if log.exists() else "killed"
+    last = text.rpartition("\n")[2]
+    # The first line of an error has the reason; after a colon, the second has an example.
+    _, found, message = f"\n{text}".rpartition("\nerror: ")
+    reason, *more = message.split("\n")
+    reason = " ".join([reason, *(line.strip() for line in more[:1] if reason.endswith(":"))])
+    refusal = reason if found and not run.out.exists() else ""
+    return CommandError(f"{run.out} failed with status {status}: {last} (log: {log})", log, refusal)
