@@ -197,14 +197,14 @@ MUTANTS = tuple(
         # engines
         (
             "engines/stopping.py",
-            "sign * (value - old.value) > self.delta",
-            "sign * (value - old.value) >= self.delta",
+            "sign * (value - old.value) > stop.delta",
+            "sign * (value - old.value) >= stop.delta",
             "engines/test_stopping.py",
         ),
         (
             "engines/stopping.py",
-            "since >= self.patience",
-            "since > self.patience",
+            "since >= stop.patience",
+            "since > stop.patience",
             "engines/test_stopping.py",
         ),
         (

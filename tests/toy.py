@@ -43,8 +43,7 @@ from prefed.core import (
 )
 from prefed.core.wire import encode
 from prefed.engines import BACKENDS, BackendSettings, InProcess, Job, JobFactory, ServerRounds
-from prefed.engines.config import CohortConfig, EvaluateConfig
-from prefed.engines.stopping import StopConfig
+from prefed.engines.config import CohortConfig, EvaluateConfig, StopConfig
 from prefed.engines.tasks import MemoryStates as MemoryStates
 from prefed.merge import Aggregator, BadUpload, MergeConfig
 from prefed.methods import METHODS

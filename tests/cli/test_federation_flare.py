@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefed.config.errors import ConfigError
+from prefed.config import ConfigError
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.transport import (
     FederationError,

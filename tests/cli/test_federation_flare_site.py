@@ -6,7 +6,7 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from prefed.config.errors import ConfigError
+from prefed.config import ConfigError
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.messages import FORMAT, VERSION
 from prefed.networks.federation.unix_socket import ask, pack

@@ -10,7 +10,8 @@ import toy
 from prefed.config import ConfigError, Experiment
 from prefed.core.wire import encode
 from prefed.engines import BackendSettings, JobFactory, NeighbourRounds, WorkerProcesses
-from prefed.engines.stopping import StopConfig
+from prefed.engines.config import StopConfig
+from prefed.engines.stopping import judge
 from prefed.merge.config import GraphConfig
 from prefed.methods import METHODS
 from prefed.runs.start_or_resume import settings_digest
@@ -134,7 +135,7 @@ def test_the_rule_against_one_that_looks_at_all_values(values, metric, delta, pa
     chosen = "loss" if metric == "dpo_loss" else metric
     rule, standing = StopConfig(metric=chosen, over="worst", patience=patience, delta=delta), None
     for number, value in enumerate(values, 1):
-        standing = vars(rule.judge(standing, number, {metric: {"worst": value}}))
+        standing = vars(judge(rule, standing, number, {metric: {"worst": value}}))
         best = 0
         for place in range(1, number + 1):
             shown = [-v if metric == "dpo_loss" else v for v in (values[best - 1], values[place - 1])]

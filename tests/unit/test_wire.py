@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefed.core import Download, Entry, Layout, State, Tensors, Upload, wire
-from prefed.core.upload_limits import upload_limits
-from prefed.core.wire import WireError, decode_download, decode_state, decode_upload, encode
+from prefed.core.wire import WireError, decode_download, decode_state, decode_upload, encode, upload_limits
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
 PLAIN = st.recursive(

@@ -1,7 +1,6 @@
 """The experiment file: typed settings and their validation errors."""
 
 from prefed.config.align import AlignConfig, EndpointConfig, JudgeConfig, RefreshConfig
-from prefed.config.errors import ConfigError
 from prefed.config.experiment import Experiment, to_toml
 from prefed.config.settings import (
     EngineConfig,
@@ -11,8 +10,8 @@ from prefed.config.settings import (
     TrackConfig,
     method_kind,
 )
-from prefed.engines.config import CohortConfig, EvaluateConfig
-from prefed.engines.stopping import StopConfig
+from prefed.core.strict_settings import ConfigError
+from prefed.engines.config import CohortConfig, EvaluateConfig, StopConfig
 from prefed.store import CheckpointConfig
 
 __all__ = [

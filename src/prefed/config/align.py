@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prefed.config.errors import ConfigError, validate
 from prefed.config.file import override
 from prefed.core import Objective
 from prefed.core.plugins import is_code
-from prefed.core.strict_settings import StrictModel
+from prefed.core.strict_settings import ConfigError, StrictModel
 from prefed.data import Source
 from prefed.models import ModelConfig
 from prefed.train.feedback import PAIRS
@@ -412,6 +411,8 @@ def align_settings(
     _drop_conflicts(tables["align"], {keys[1] for keys in origins if keys[0] == "align" and len(keys) > 1})
     if "prompts" not in tables["align"]:
         raise ConfigError(f"{folder}: no [align] table: name the server's prompts with --prompts FILE")
+    from prefed.config.errors import validate
+
     return validate(_Tables, tables, f"[align] of {file or folder}", origins).align
 
 

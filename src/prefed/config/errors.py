@@ -10,12 +10,8 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from prefed.core.strict_settings import ConfigError
 from prefed.core.text import did_you_mean
-
-
-class ConfigError(ValueError):
-    """A settings file is invalid. The message names the file, the key and a remedy."""
-
 
 _OTHER_NAMES = {
     "method.lr": "learning_rate learningrate eta step_size",

@@ -11,7 +11,6 @@ import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
 from prefed.config.align import AlignConfig
-from prefed.config.errors import ConfigError, explain
 from prefed.config.file import (
     Origins,
     allow_code,
@@ -31,10 +30,9 @@ from prefed.config.settings import (
 )
 from prefed.core import Privacy
 from prefed.core.plugins import Code
-from prefed.core.strict_settings import StrictModel
+from prefed.core.strict_settings import ConfigError, StrictModel
 from prefed.data import DataConfig, SelectorConfig
-from prefed.engines.config import CohortConfig, EvaluateConfig, FleetConfig
-from prefed.engines.stopping import StopConfig
+from prefed.engines.config import CohortConfig, EvaluateConfig, FleetConfig, StopConfig
 from prefed.merge import MergeConfig, lora
 from prefed.merge.config import PRODUCT_RULES, GraphConfig
 from prefed.merge.lora import LORA
@@ -124,7 +122,7 @@ class Experiment(StrictModel):
         try:
             super().__init__(**tables)
         except ValidationError as error:
-            raise _config_error(type(self), error, tables) from None
+            raise _config_error(type(self), error, tables, "Experiment", {}) from None
 
     # Lets pydantic bypass __init__ when it validates, so that it does not wrap a ConfigError.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -139,7 +137,7 @@ class Experiment(StrictModel):
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
-            raise _config_error(cls, error, obj if isinstance(obj, Mapping) else {}) from None
+            raise _config_error(cls, error, obj, "Experiment", {}) from None
 
     @model_validator(mode="after")
     def _selectors(self) -> Experiment:
@@ -333,7 +331,7 @@ class Experiment(StrictModel):
         try:
             return super().model_validate(dict(tables))
         except ValidationError as error:
-            raise ConfigError(explain(error, cls, tables, where, origins)) from None
+            raise _config_error(cls, error, tables, where, origins) from None
 
     def code(self) -> dict[str, Code]:
         """The code of objects from outside prefed, by their names."""
@@ -344,8 +342,12 @@ class Experiment(StrictModel):
         return self.model_dump(mode="json", exclude_none=True)
 
 
-def _config_error(root: type[Experiment], error: ValidationError, tables: Mapping[str, Any]) -> ConfigError:
-    return ConfigError(explain(error, root, tables, "Experiment", {}))
+def _config_error(
+    root: type[Experiment], error: ValidationError, tables: Any, where: str, origins: Origins
+) -> ConfigError:
+    from prefed.config.errors import explain
+
+    return ConfigError(explain(error, root, tables if isinstance(tables, Mapping) else {}, where, origins))
 
 
 def to_toml(experiment: Experiment) -> str:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from prefed.config.errors import ConfigError, validate
 from prefed.config.experiment import Experiment
 from prefed.config.file import allow_code, make_absolute, override, read_toml
 from prefed.config.settings import method_kind
-from prefed.core.strict_settings import StrictModel
+from prefed.core.strict_settings import ConfigError, StrictModel
 from prefed.core.text import did_you_mean, pluralize
 from prefed.methods import METHODS
 
@@ -220,6 +219,8 @@ def load_table(path: Path) -> Table:
     tree = _read(path, ())
     if "rows" not in tree and "method" in tree:
         raise ConfigError(f"{path} is one experiment, not a table; run it with `prefed run {path}`")
+    from prefed.config.errors import validate
+
     return validate(Table, tree, str(path))
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from prefed.config.errors import ConfigError
 from prefed.core import plugins
+from prefed.core.strict_settings import ConfigError
 from prefed.data.sources.folders import SUFFIXES, file_kind
 from prefed.methods import MethodKind
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefed.config.errors import ConfigError
 from prefed.config.file import parse_override
+from prefed.core.strict_settings import ConfigError
 
 _LONGEST = 60
 """Maximum length of a combination's name."""

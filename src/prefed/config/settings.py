@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, SerializeAsAny, field_validator, model_se
 
 from prefed.core.strict_settings import StrictModel
 from prefed.core.text import pluralize
-from prefed.engines.stopping import StopConfig
+from prefed.engines.config import StopConfig
 from prefed.methods import METHODS, MethodKind, TrainingSettings
 
 

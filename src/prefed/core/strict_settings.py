@@ -1,10 +1,14 @@
-"""Base class of all settings, and a flat view of nested settings."""
+"""Base class of all settings, their error, and a flat view of nested settings."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+
+class ConfigError(ValueError):
+    """A settings file is invalid. The message names the file, the key and a remedy."""
 
 
 class StrictModel(BaseModel):

@@ -8,7 +8,7 @@ and equal messages have equal bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -19,6 +19,12 @@ from prefed.core.lazy import torch
 
 FORMAT = 1
 _FLOATING = {"float32", "float64", "float16", "bfloat16"}
+_ROOM = 1024
+"""Bytes reserved for the fixed fields of a header."""
+_NUMBER = 64
+"""Bytes reserved for one number in a header; the longest float has 24 characters."""
+_GROUP = 256
+"""Bytes reserved for safetensors' entry of one group, without its name."""
 
 T = TypeVar("T")
 
@@ -97,7 +103,7 @@ def decode_upload(data: bytes, most: tuple[int, int] | None = None) -> Upload:
     """Decode an upload from :func:`encode`. Raises as :func:`decode_state`.
 
     Args:
-        most: limits from :func:`~prefed.core.upload_limits.upload_limits`. Longer messages are rejected
+        most: limits from :func:`upload_limits`. Longer messages are rejected
             before they are parsed.
     """
     if most is not None:
@@ -126,6 +132,25 @@ def outline_upload(data: bytes) -> tuple[dict[str, int], float, dict[str, float]
     header = _header(data, "upload")
     rows = {name: row[1] for name, row in _field(header, "groups", dict).items()}
     return {n: _read_layout(json.dumps(r)).size for n, r in rows.items()}, header["weight"], _scalars(header)
+
+
+def upload_limits(
+    client: str, groups: Mapping[str, Layout], dtype: torch.dtype, scalars: Iterable[str]
+) -> tuple[int, int]:
+    """Return the maximum size of an upload in bytes: of its header, and of the whole message.
+
+    >>> groups = {"model": Layout((Entry("lora/0/A", (1, 2), "lora", 0, "A"),))}
+    >>> data = encode(Upload("ward-7", 3, {"model": Tensors.zeros(groups["model"])}, {"loss": 0.5}, 1))
+    >>> header, whole = upload_limits("ward-7", groups, torch.float32, ["loss"])
+    >>> len(data) <= whole, whole - header - 8 == 2 * 4
+    (True, True)
+    """
+    rows = {name: described(dtype, layout) for name, layout in groups.items()}
+    numbers = list(scalars)
+    # The header is JSON with a JSON string inside.
+    header = len(json.dumps(json.dumps([client, rows, numbers]))) + _ROOM + _NUMBER * len(numbers)
+    header += sum(_GROUP + len(json.dumps(name)) for name in groups)
+    return header, 8 + header + dtype.itemsize * sum(layout.size for layout in groups.values())
 
 
 def _open(

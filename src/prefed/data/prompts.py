@@ -13,7 +13,7 @@ from prefed.data.config import Columns, Source
 from prefed.data.errors import DataError, ErrorCollector, RowError, RowLocation
 from prefed.data.record import Prompt, check_unicode, prompt_texts
 from prefed.data.sources import format_setting, read_rows, source_digests
-from prefed.data.sources.files import sha256_of, text_lines
+from prefed.data.sources.files import peek, sha256_of, text_lines
 from prefed.data.sources.formats import POST_FIELDS, Format, detect_format, get_format, is_known
 from prefed.data.sources.pairs import (
     extra_columns,
@@ -24,8 +24,7 @@ from prefed.data.sources.pairs import (
     split_prompt,
     usual_columns,
 )
-from prefed.data.sources.tracking import TrackedRow, peek
-from prefed.data.sources.unread import check_unread, unused_text
+from prefed.data.sources.unread import TrackedRow, check_unread, unused_text
 
 _log = logging.getLogger(__name__)
 

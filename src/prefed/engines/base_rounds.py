@@ -5,17 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from prefed.core import Callback, Download, Exchange, Plain, Round, State, Upload
-from prefed.core.records import RoundRecord, TextRecord
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import decode_state, encode
 from prefed.engines.backends import Backend, peak_memory_mb
 from prefed.engines.cohorts import ScheduledRound
 from prefed.engines.config import DIAGNOSE
 from prefed.engines.job import Job
-from prefed.engines.stopping import Standing
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 from prefed.engines.validation import printable_reason, read_figures, read_upload
 from prefed.store import RunWriter
@@ -24,14 +22,16 @@ from prefed.train.metrics import (
     MEAN_METRICS,
     SHIFT_ERROR,
     SHIFT_METRICS,
-    FederatedMetric,
-    broken_text,
     error_of_mean,
     federated_metrics,
     not_finite_counts,
-    text_warning,
 )
 from prefed.train.metrics.run_warnings import collapse_warning, divergence_warning, shift_warning
+
+if TYPE_CHECKING:
+    from prefed.core.records import RoundRecord, TextRecord
+    from prefed.engines.stopping import Standing
+    from prefed.train.metrics import FederatedMetric
 
 NO_ANSWER = "no answer"
 
@@ -268,7 +268,7 @@ class Course(ABC):
                 )
             self.warn(number, f"{problem}; the evaluation is skipped")
             return Evaluated(None)
-        standing = self._judge(publish, number, metrics, healthy=not text or not broken_text(text))
+        standing = self._judge(publish, number, metrics, text)
         if text is None and standing is not None and standing.stopped:
             text = self._text(server, publish, number, last=True)
         last: Mapping[str, Any] = self.writer.last or {}
@@ -277,6 +277,8 @@ class Course(ABC):
             self.warn(number, warning)
         if text is not None:
             evaluation["text"] = text
+            from prefed.train.metrics import text_warning
+
             if warning := text_warning(text, before.get("text")):
                 self.warn(number, warning)
         return Evaluated(evaluation, standing)
@@ -328,25 +330,27 @@ class Course(ABC):
         publish: Callable[[str], Download],
         number: int,
         metrics: Mapping[str, FederatedMetric],
-        *,
-        healthy: bool,
+        text: TextRecord | None,
     ) -> Standing | None:
         """The early-stopping state after a round.
 
         Args:
             metrics: metrics over clients on the job's split.
-            healthy: whether text is no worse than the base model's.
+            text: health of the models' text; a round of worse text than the base model's is not the best.
         """
         job, before = self.job, self.writer.commit.best if self.writer.commit else None
         if job.stop is None:
             return None
+        from prefed.engines.stopping import Standing, judge
+        from prefed.train.metrics import broken_text
+
         if job.evaluate.split != "validation":
             answers, _ = self.ask_metrics(publish, number, job.validation_clients, "validation")
             _, metrics = self._metrics(answers, job.validation_clients, self._pairs("validation"))
         if not metrics:
             self.warn(number, "no client has valid validation metrics; early stopping ignores this round")
             return None if before is None else Standing(**before)
-        return job.stop.judge(before, number, metrics, healthy=healthy)
+        return judge(job.stop, before, number, metrics, healthy=not broken_text(text))
 
     def ask_metrics(
         self,
@@ -415,7 +419,7 @@ class Course(ABC):
         content |= {"cohort": list(cohort), "dropped": tally.dropped}
         figures = {**tally.figures, **self.backend.figures()}
         content |= {name: value for name, value in figures.items() if name not in content}
-        record = cast(RoundRecord, content)  # methods and engines may add fields
+        record = cast("RoundRecord", content)  # methods and engines may add fields
         if warning := collapse_warning(record, self.job.rounds):
             self.warn(record["round"], warning)
         best = None if standing is None else vars(standing)

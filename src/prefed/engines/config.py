@@ -1,9 +1,10 @@
-"""The tables ``[cohort]``, ``[evaluate]`` and ``[fleet]``: who takes part in a round, and how models are
-evaluated.
+"""The tables ``[cohort]``, ``[evaluate]``, ``[stop]`` and ``[fleet]``: who takes part in a round, how
+models are evaluated, and when a run ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -115,6 +116,30 @@ class EvaluateConfig(StrictModel):
         if any(pairs < 1 for pairs in self.unseen_pairs):
             raise ValueError("unseen_pairs must list numbers of pairs, 1 or more")
         return self
+
+
+class StopConfig(StrictModel):
+    """Selection of the best round, and early stopping, both on clients' validation pairs."""
+
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="stop after this many evaluations without improvement; default: run to the last "
+        "round, and keep the best",
+    )
+    metric: Literal[
+        "preference_accuracy", "reward_accuracy", "combined_accuracy", "majority_accuracy", "loss"
+    ] = Field(
+        "preference_accuracy",
+        description="the metric to select by: an accuracy (higher is better) or the loss (lower is better)",
+    )
+    over: Literal["mean", "worst"] = Field("mean", description="the mean over clients, or the worst client")
+    delta: float = Field(0.0, ge=0, description="minimum improvement over the best round")
+
+    def measured(self, metrics: Collection[str]) -> str:
+        """The name of the metric: of ``"loss"``, that of the loss in an evaluation."""
+        losses = (name for name in ("dpo_loss", "choice_loss") if name in metrics)
+        return next(losses) if self.metric == "loss" else self.metric
 
 
 class FleetConfig(StrictModel):

@@ -26,8 +26,7 @@ from prefed.core import (
     Tensors,
 )
 from prefed.engines.cohorts import ScheduledRound, Visit, draw_cohort
-from prefed.engines.config import DIAGNOSE, CohortConfig, EvaluateConfig, FleetConfig
-from prefed.engines.stopping import StopConfig
+from prefed.engines.config import DIAGNOSE, CohortConfig, EvaluateConfig, FleetConfig, StopConfig
 from prefed.merge.config import GraphConfig
 from prefed.train import feedback as kinds
 from prefed.train.feedback.kind import Feedback, Scores

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefed.core import Download, Exchange, Plain, Round, State, Upload
-from prefed.core.records import FederatedMetric
 from prefed.core.wire import decode_state, encode
 from prefed.engines.aggregation import Aggregation, aggregate
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
@@ -17,6 +16,9 @@ from prefed.engines.cohorts import ScheduledRound, Visit
 from prefed.engines.offences import offences_after, set_aside, visits_without
 from prefed.engines.tasks import Task
 from prefed.merge import from_newest
+
+if TYPE_CHECKING:
+    from prefed.core.records import FederatedMetric
 
 
 class Asked(NamedTuple):

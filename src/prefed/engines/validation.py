@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from prefed.core import Exchange, Layout, Owner, Ownership, Round, Tensors, Upload
 from prefed.core.text import printable
-from prefed.core.upload_limits import upload_limits
-from prefed.core.wire import WireError, decode_upload
+from prefed.core.wire import WireError, decode_upload, upload_limits
 from prefed.engines.job import Job
 from prefed.merge import BadUpload, check_upload
 from prefed.merge.uploads import LARGEST

@@ -27,7 +27,6 @@ from prefed.models import Backbone, load_backbone, load_tokenizer
 from prefed.models.pretrained import with_dtype
 from prefed.models.trainable_parts import EXAMPLES
 from prefed.runs.reference_cache import features_folder, reference_folder
-from prefed.runs.unseen_clients import absent_clients, unseen_clients
 from prefed.train.losses import OBJECTIVES, check_feedback
 from prefed.train.pair_trainer import PairTrainerFactory
 
@@ -168,6 +167,24 @@ def build_trainers(
         examples=example_encoder(experiment, backbone),
         feedback=settings.feedback,
     )
+
+
+def unseen_clients(experiment: Experiment, dataset: FederatedDataset) -> tuple[str, ...]:
+    """Return the clients that never train: those named in the settings, or a number drawn with the seed."""
+    unseen, names = experiment.evaluate.unseen, sorted(dataset.clients)
+    if not isinstance(unseen, int):
+        return tuple(sorted({*unseen} - {*experiment.data.exclude}))
+    if unseen >= len(names):
+        raise ConfigError(f"[evaluate] unseen = {unseen}, but there are only {len(names)} clients; lower it")
+    draw = Key(experiment.seed).at("unseen").numpy().choice(len(names), unseen, replace=False)
+    return tuple(names[index] for index in sorted(draw))
+
+
+def absent_clients(experiment: Experiment, dataset: FederatedDataset) -> tuple[str, ...]:
+    """Return the excluded clients that would train; a number of unseen clients is drawn without them."""
+    unseen = experiment.evaluate.unseen
+    others = {*dataset.clients, *(() if isinstance(unseen, int) else unseen)}
+    return tuple(sorted({*experiment.data.exclude} - others))
 
 
 def example_encoder(experiment: Experiment, backbone: Backbone) -> ExampleEncoder | None:

@@ -14,7 +14,6 @@ from prefed import engines
 from prefed.config import Experiment, RayConfig
 from prefed.config.file import code_of
 from prefed.core import Callback, State
-from prefed.core.records import RoundRecord, Summary
 from prefed.core.text import pluralize, timed
 from prefed.core.wire import decode_state
 from prefed.engines import BACKENDS, Backend, BackendSettings, ClientStates, Job, check_devices
@@ -42,6 +41,7 @@ from prefed.train.metrics.run_warnings import flat_loss_warning
 from prefed.train.pair_trainer import PairTrainerFactory
 
 if TYPE_CHECKING:
+    from prefed.core.records import RoundRecord, Summary
     from prefed.runs.answers import RoundAnswers
 
 ADAPTERS = "adapters"
@@ -124,7 +124,7 @@ def conclude(
         **more,
         "origin": describe_origin(code_of(config), config.get("method", {}).get("name", "")),
     }
-    writer.write_summary(cast(Summary, summary), profiles, tastes)
+    writer.write_summary(cast("Summary", summary), profiles, tastes)
 
 
 def dropped_warning(rounds: Sequence[RoundRecord]) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from prefed.config import ConfigError, Experiment
 from prefed.config.experiment import IN_MEMORY
 from prefed.core import Callback, Callbacks, State
-from prefed.core.records import RoundRecord, Summary, metrics_of_clients
 from prefed.runs.preflight import check_start, checked_job, existing_parent
 from prefed.runs.rounds import ADAPTERS, finish_rounds
 from prefed.runs.start_or_resume import open_run
@@ -22,6 +21,7 @@ from prefed.store import RunReader
 if TYPE_CHECKING:
     import pandas
 
+    from prefed.core.records import RoundRecord, Summary
     from prefed.runs.pairs_from_memory import Rows
 
 SHARED = "shared"
@@ -65,6 +65,7 @@ class RunResult:
             raise RuntimeError(
                 "RunResult.clients needs the package pandas: pip install 'prefed[datasets]'"
             ) from error
+        from prefed.core.records import metrics_of_clients
 
         pairs = pandas.DataFrame.from_dict(self.summary["clients"], orient="index")
         metrics = {

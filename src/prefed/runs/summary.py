@@ -9,13 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
 from prefed.core import Owner, State, Tensors
 from prefed.core.plugins import Code, version_of
-from prefed.core.records import RoundRecord, Summary
 from prefed.core.wire import decode_state
 from prefed.data import FederatedDataset
 from prefed.data.statistics import dataset_statistics
@@ -28,6 +27,9 @@ from prefed.runs.data_notices import left_out_table
 from prefed.store import RunWriter
 from prefed.train import metrics
 from prefed.train.metrics import ACCURACY_METRICS, MEAN_METRICS
+
+if TYPE_CHECKING:
+    from prefed.core.records import RoundRecord, Summary
 
 Profiles: TypeAlias = dict[str, dict[str, dict[str, float]]]
 """Metric → client → block → value."""
@@ -74,7 +76,7 @@ def summarize(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord], profil
             **{name: version_of(name) for name in ("prefed", "torch", "transformers", "peft")},
         },
     }
-    return cast(Summary, summary)  # evaluations and engines may add keys
+    return cast("Summary", summary)  # evaluations and engines may add keys
 
 
 def _evaluated(job: Job, evaluation: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,10 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefed.core import State, files
 from prefed.core.lazy import torch
-from prefed.core.records import RoundRecord
 from prefed.core.wire import decode_state
 from prefed.store.commit import (
     Commit,
@@ -23,6 +22,9 @@ from prefed.store.commit import (
     read_state,
 )
 from prefed.store.states import client_file, holder_of, read_node
+
+if TYPE_CHECKING:
+    from prefed.core.records import RoundRecord
 
 
 class RunReader:

@@ -8,10 +8,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefed.core import files
-from prefed.core.records import RoundRecord, Summary
 from prefed.store import directory
 from prefed.store.commit import (
     CheckpointConfig,
@@ -30,6 +29,9 @@ from prefed.store.commit import (
 )
 from prefed.store.reader import plain, records_in
 from prefed.store.states import ClientStateFiles, NodeStates
+
+if TYPE_CHECKING:
+    from prefed.core.records import RoundRecord, Summary
 
 
 class RunWriter:

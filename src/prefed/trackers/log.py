@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefed.core import Callback
-from prefed.core.records import RoundRecord
 from prefed.core.text import duration, pluralize, printable, size
+
+if TYPE_CHECKING:
+    from prefed.core.records import RoundRecord
 
 _LOGGED = (
     *("round", "loss", "preference_accuracy", "reward_accuracy", "epsilon"),

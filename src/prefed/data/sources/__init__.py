@@ -25,8 +25,7 @@ from prefed.data.sources.pairs import (
     value_at,
     whole_texts,
 )
-from prefed.data.sources.tracking import TrackedRow
-from prefed.data.sources.unread import check_unread
+from prefed.data.sources.unread import TrackedRow, check_unread
 
 __all__ = [
     "FORMATS",

@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
@@ -160,6 +160,31 @@ def _is_whole_table(value: dict[str, Any]) -> bool:
     if not inner or not all(isinstance(each, dict) and each.keys() == inner[0].keys() for each in inner):
         return False
     return any(names and all(map(str.isdecimal, names)) for names in (value, inner[0]))
+
+
+def unmarked(row: Row) -> Iterable[tuple[str, Any]]:
+    """Return the columns and values of a row without marking them as read."""
+    return dict.items(row) if isinstance(row, dict) else row.items()
+
+
+def peek(row: Row, name: str) -> Any:
+    """Return the value of a column, or ``None``, without marking it as read."""
+    return dict.get(row, name) if isinstance(row, dict) else row.get(name)
+
+
+def has_value(value: Any) -> bool:
+    """Whether a value contains anything but ``None``, blank texts and empty lists and objects.
+
+    >>> [has_value(value) for value in (None, " ", "[]", [{"path": None}], 0, "a")]
+    [False, False, False, False, True, True]
+    """
+    if isinstance(value, str):
+        return value.strip() not in ("", "[]", "{}")
+    if isinstance(value, dict):
+        return any(map(has_value, dict.values(value)))
+    if isinstance(value, list | tuple):
+        return any(map(has_value, value))
+    return value is not None
 
 
 def type_name(value: Any) -> str:

@@ -15,7 +15,7 @@ from prefed.data.config import Columns
 from prefed.data.encoding import instruction
 from prefed.data.errors import DataError, RowError
 from prefed.data.record import plain_prompt
-from prefed.data.sources.files import Row
+from prefed.data.sources.files import Row, peek, unmarked
 from prefed.data.sources.pairs import (
     RawPair,
     better_of,
@@ -36,7 +36,6 @@ from prefed.data.sources.pairs import (
     voted,
 )
 from prefed.data.sources.rated_responses import oasst, prism, ranked, ratings, ultrafeedback
-from prefed.data.sources.tracking import peek, unmarked
 from prefed.data.sources.unread import PROMPT_NAMES, columns_line
 
 

@@ -15,8 +15,7 @@ from prefed.data.config import Columns
 from prefed.data.encoding import dialogue
 from prefed.data.errors import RowError
 from prefed.data.record import Message, Prompt, Record, Role, Split
-from prefed.data.sources.files import Row, type_name
-from prefed.data.sources.tracking import has_value, peek, unmarked
+from prefed.data.sources.files import Row, has_value, peek, type_name, unmarked
 
 TURN = "\n\nAssistant:"
 """The marker of an assistant turn in a dialogue written as one text."""

@@ -1,4 +1,4 @@
-"""Columns that nobody read: counted, or refused if the model would miss what they contain."""
+"""Which columns of a row are read; others are counted, or refused if the model would miss their content."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefed.core.text import listed
 from prefed.data.config import Columns
 from prefed.data.errors import RowError
 from prefed.data.record import Message, Prompt
+from prefed.data.sources.files import Row, has_value, peek, unmarked
 from prefed.data.sources.pairs import SYSTEM_NAMES, is_dialogue, messages_or_text, value_at
-from prefed.data.sources.tracking import TrackedRow, peek
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items, dict_values
 
 PROMPT_NAMES = {
     *["prompt", "question", "instruction", "instructions", "query", "problem", "input", "inputs"],
@@ -27,6 +30,58 @@ _BEYOND_TEXT = {
     *["image", "images", "video", "videos", "audio", "audios", "reasoning_content", "thinking"],
 }
 """Names of columns that change what a model sees, but are not part of a text; ``_url`` etc. may follow."""
+
+
+class TrackedRow(dict[str, Any]):
+    """A row that records which columns are read, nested ones by their dotted path.
+
+    Whoever copies a row, or goes through its values, reads all columns.
+
+    Attributes:
+        read: paths of the columns that were read.
+
+    >>> row = TrackedRow({"input": {"messages": "Hi", "tools": ["t"]}, "id": 7, "empty": [None]})
+    >>> row["input"]["messages"], [path for path, _ in row.unread()]
+    ('Hi', ['input.tools', 'id'])
+    """
+
+    def __init__(self, row: Row, read: set[str] | None = None, path: str = "") -> None:
+        super().__init__(row)
+        self.read: set[str] = set() if read is None else read
+        self._path = path
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self.read.add(f"{self._path}{name}")
+        return TrackedRow(value, self.read, f"{self._path}{name}.") if isinstance(value, dict) else value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a column, or ``default``."""
+        return self[name] if name in self else default  # noqa: SIM401 - that would be a call of itself
+
+    def __iter__(self) -> Iterator[str]:
+        # With its own iterator, {**row} and dict(row) fetch each value by its name.
+        return super().__iter__()
+
+    def items(self) -> dict_items[str, Any]:
+        """Return all columns with their values, which are then read."""
+        self.read.update(f"{self._path}{name}" for name in self)
+        return super().items()
+
+    def values(self) -> dict_values[str, Any]:
+        """Return the values of all columns, which are then read."""
+        self.read.update(f"{self._path}{name}" for name in self)
+        return super().values()
+
+    def unread(self) -> Iterator[tuple[str, Any]]:
+        """Yield path and value of the columns with a value that were not read."""
+        for name, value in unmarked(self):
+            path = f"{self._path}{name}"
+            if path not in self.read:
+                if has_value(value):
+                    yield path, value
+            elif isinstance(value, dict) and any(other.startswith(f"{path}.") for other in self.read):
+                yield from TrackedRow(value, self.read, f"{path}.").unread()
 
 
 def check_unread(

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr, field_validator
 
 from prefed.config.align import ENDPOINT, PEOPLE, JudgeConfig
-from prefed.config.errors import ConfigError, validate
+from prefed.config.errors import validate
 from prefed.config.file import make_absolute, read_toml
 from prefed.config.settings import method_kind
 from prefed.core.plugins import is_code
-from prefed.core.strict_settings import StrictModel
+from prefed.core.strict_settings import ConfigError, StrictModel
 from prefed.core.text import did_you_mean
 from prefed.data.config import DataConfig
 from prefed.data.sources.huggingface import looks_like_hub_name

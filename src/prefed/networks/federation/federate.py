@@ -32,12 +32,11 @@ from prefed.networks.federation.transport import FederationError, Transport, Unr
 from prefed.networks.federation.versions import compare_versions
 from prefed.privacy import Grid
 from prefed.privacy.secure import LEAST
-from prefed.runs.build import assemble_job, build_trainers, warn_of_like_selectors
+from prefed.runs.build import assemble_job, build_trainers, unseen_clients, warn_of_like_selectors
 from prefed.runs.data_notices import announce
 from prefed.runs.finished_run import read_summary
 from prefed.runs.rounds import conclude, round_answers
 from prefed.runs.start_or_resume import commit_start, digests_of, open_run, reconcile
-from prefed.runs.unseen_clients import unseen_clients
 from prefed.store import RunWriter
 
 if TYPE_CHECKING:

@@ -38,13 +38,13 @@ from prefed.networks.federation.judging import read_votes, write_pairs
 from prefed.networks.federation.messages import Judged
 from prefed.networks.federation.transport import Transport
 from prefed.privacy import VoteSum, vote_noise
+from prefed.runs.build import unseen_clients
 from prefed.runs.copy_commits import copy_commits, prepared_run
 from prefed.runs.finished_run import read_run
 from prefed.runs.labels import selectors_of
 from prefed.runs.loaded_run import LoadedRun, load_run, recorded_experiment
 from prefed.runs.refresh import refreshed_experiment
 from prefed.runs.start_or_resume import settings_digest
-from prefed.runs.unseen_clients import unseen_clients
 from prefed.store import RunReader
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from prefed.networks.peers.heartbeat import PeerError
 from prefed.networks.peers.links import Links
 from prefed.networks.peers.rendezvous import Meeting, Place
 from prefed.networks.peers.rounds import PeerRounds
-from prefed.runs.build import assemble_job, build_data, build_trainers
+from prefed.runs.build import assemble_job, build_data, build_trainers, unseen_clients
 from prefed.runs.data_notices import announce, left_out_table
 from prefed.runs.finished_run import read_summary
 from prefed.runs.rounds import conclude, round_answers
@@ -36,7 +36,6 @@ from prefed.runs.start_or_resume import (
     reconcile,
 )
 from prefed.runs.summary import read_profiles
-from prefed.runs.unseen_clients import unseen_clients
 from prefed.store import RunWriter
 
 FORMAT = 1

@@ -299,7 +299,5 @@ def check_feedback(what: str, kind: Feedback, tokens: TokenSet, rows: Rows) -> N
     """
     other = rows[~kind.owns(tokens, rows)]
     if len(other):
-        found = feedback_of(tokens, other[:1])
-        raise ValueError(
-            f"{what} trains on {kind.name}, but the training data are {found.name}; {found.remedy}"
-        )
+        got = feedback_of(tokens, other[:1])
+        raise ValueError(f"{what} trains on {kind.name}, but the training data are {got.name}; {got.remedy}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         spread,
     )
     from prefed.train.metrics.intervals import error_of_mean, mean_interval, seed_interval
-    from prefed.train.metrics.run_warnings import falls
+    from prefed.train.metrics.run_warnings import TEXT_REMEDY, falls
     from prefed.train.metrics.table import (
         ACCURACY_METRICS,
         COMPARED_METRICS,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         words_of,
     )
     from prefed.train.metrics.text import (
-        TEXT_REMEDY,
         WrittenAnswer,
         broken_text,
         health_line,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prefed.core import Privacy
-from prefed.core.records import FederatedMetric
 from prefed.train.metrics.table import lower_is_better
+
+if TYPE_CHECKING:
+    from prefed.core.records import FederatedMetric
 
 
 def federated_metric(

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prefed.core.records import FederatedMetric
 from prefed.core.text import pluralize
 from prefed.train.metrics.intervals import Z
 from prefed.train.metrics.table import SHIFT_ERROR
-from prefed.train.metrics.text import TEXT_REMEDY
+
+if TYPE_CHECKING:
+    from prefed.core.records import FederatedMetric
 
 COLLAPSE_REMEDY = (
     "if clients want different things, try fewer method.local_steps, a lower method.beta, a higher "
     'method.lr, model.variational.pool = "mean" and more rounds'
 )
 """Advice for collapsed latent tastes: local steps let clients learn their taste without z."""
+TEXT_REMEDY = (
+    'try method.objective = "rpo" or a larger method.objective_settings.alpha, a lower method.lr or fewer '
+    "rounds"
+)
+"""Advice for broken text."""
 GAINS_FROM = 0.02
 """Tastes are informative if the accuracy with a client's own z exceeds that with other z by this or more."""
 SHARED_FROM = 0.9
@@ -111,9 +117,8 @@ def collapse_warning(record: Mapping[str, Any], rounds: int) -> str:
     ''
     """
     half, active = max(FIRST_ROUNDS, rounds // 2), record.get("active_units")
-    if record["round"] != half or active is None or active >= ACTIVE_AT_LEAST:
-        return ""
-    if (record.get("preference_accuracy") or 0.0) >= SHARED_FROM:
+    learned = (record.get("preference_accuracy") or 0.0) >= SHARED_FROM
+    if record["round"] != half or active is None or active >= ACTIVE_AT_LEAST or learned:
         return ""
     units = "1 unit is" if active == 1 else f"{active} units are"
     says = f"{units} active, so z probably carries no information yet"

@@ -18,18 +18,13 @@ import numpy.typing as npt
 from prefed.core.records import TextHealth, TextRecord
 from prefed.core.text import pluralize
 from prefed.train.metrics.intervals import wilson_interval
+from prefed.train.metrics.run_warnings import TEXT_REMEDY
 from prefed.train.metrics.table import FOURFOLD, LONG
 
 BAND = (0.1, 0.9)
 """Quantiles over answers that bound the band of surprise."""
 UNLIKELY = 2.0
 """Maximum nats per token by which surprise of healthy text exceeds the band of the base model's answers."""
-
-TEXT_REMEDY = (
-    'try method.objective = "rpo" or a larger method.objective_settings.alpha, a lower method.lr or fewer '
-    "rounds"
-)
-"""Advice for broken text."""
 
 
 @dataclass(frozen=True)

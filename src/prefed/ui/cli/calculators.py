@@ -77,7 +77,8 @@ def read_constants(
     Raises:
         ConfigError: unknown constant, or a value out of range.
     """
-    from prefed.config.errors import ConfigError, validate
+    from prefed.config import ConfigError
+    from prefed.config.errors import validate
     from prefed.config.file import override, read_toml
     from prefed.theory import Constants
 

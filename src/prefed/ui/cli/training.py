@@ -73,8 +73,7 @@ def run(
     if dry_run and (resume or auto_resume):
         raise UsageError("give --dry-run or --resume, not both: a dry run is always a new run")
     overrides = [*(overrides or []), *([f"track.to={json.dumps(track)}"] if track else [])]
-    without = ("out", "resume", "auto_resume", "as_json")
-    words = ["prefed", "run", str(file), *given_words(context, without)]
+    words = ["prefed", "run", str(file), *given_words(context, ("out", "resume", "auto_resume", "as_json"))]
     again = "--auto-resume" if auto_resume else "--resume"
     from prefed.core.plugins import looking
 
@@ -123,7 +122,6 @@ def run(
 
 
 def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, console: Console) -> None:
-    from prefed.runs.finished_run import alignment_of, spent_with_votes, tastes_in
     from prefed.runs.metrics import groupings_of
     from prefed.runs.run import run as run_experiment
     from prefed.ui.pages.terminal import print_result, privacy_line, result_line
@@ -139,9 +137,14 @@ def _run(experiment: Experiment, path: Path, resume: bool, as_json: bool, consol
     elif console.quiet:
         typer.echo(f"{result_line(result.summary)} → {path}")
     else:
-        print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=tastes_in(path))
+        spent, tastes = {}, None
+        if experiment.align or experiment.has_tastes:
+            from prefed.runs.finished_run import alignment_of, spent_with_votes, tastes_in
+
+            spent = spent_with_votes(alignment_of(path)) if experiment.align else {}
+            tastes = tastes_in(path)
+        print_result(result.summary, console, groupings=groupings_of(result.rounds), tastes=tastes)
         adapters = ", ".join(map(str, result.adapters)) or "none; see `prefed export`"
-        spent = spent_with_votes(alignment_of(path)) if experiment.align else {}
         for line in (
             *map(privacy_line, spent.values()),
             f"{'adapters' if len(result.adapters) > 1 else 'adapter'}: {adapters}",

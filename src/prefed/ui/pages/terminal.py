@@ -22,7 +22,7 @@ from prefed.runs.metrics import (
     profiles_of,
     selector_figures,
 )
-from prefed.train.metrics import MEAN_METRICS, REWARD_SHARES, SHIFT_ERROR, TABLE, broken_text, words_of
+from prefed.train.metrics import MEAN_METRICS, REWARD_SHARES, SHIFT_ERROR, TABLE, words_of
 from prefed.train.metrics.run_warnings import small_clients_note
 from prefed.ui.pages.tables import (
     LISTED,
@@ -61,6 +61,7 @@ def print_result(
     console.print(terminal(_clients(summary, more or {})))
     console.print(verdict(summary), soft_wrap=True)
     if "text" in summary:
+        from prefed.train.metrics import broken_text
         from prefed.ui.pages.text_health import health_table, text_line
 
         console.print(terminal(health_table(summary["text"])))
@@ -74,8 +75,7 @@ def print_result(
     if summary["left_out"]:
         one, several = (f"{who} no {summary['split']} pairs and" for who in ("client has", "clients have"))
         console.print(f"{pluralize(summary['left_out'], f'{one} was', f'{several} were')} not evaluated")
-    small = small_clients_note(summary["preference_accuracy"])
-    if small:
+    if small := small_clients_note(summary["preference_accuracy"]):
         console.print(small, markup=False, soft_wrap=True)
     if "stop" in summary:
         console.print(best_line(summary["stop"]), markup=False, soft_wrap=True)

@@ -19,10 +19,10 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from prefed.config.errors import ConfigError, validate
+from prefed.config.errors import validate
 from prefed.config.file import read_toml
 from prefed.core import files
-from prefed.core.strict_settings import StrictModel
+from prefed.core.strict_settings import ConfigError, StrictModel
 from prefed.core.text import listed
 from prefed.networks.federation.config import OWN_DATA, check_name
 from prefed.networks.federation.flare.process import ALLOWED, REGISTRATION
