@@ -36,15 +36,14 @@ def visits_without(job: Job, plan: ScheduledRound, aside: frozenset[str]) -> tup
     return tuple(sorted(visits))
 
 
-def offences_after(job: Job, record: Mapping[str, Any] | None, bad: Sequence[str]) -> dict[str, Plain]:
-    """The fields of a round's record about bad uploads; empty if the run does not count them.
+def offences_after(most: int, record: Mapping[str, Any] | None, bad: Sequence[str]) -> dict[str, Plain]:
+    """The fields of a round's record about bad uploads.
 
     Args:
+        most: number of bad uploads after which a client is set aside.
         record: record of the previous round.
         bad: the client of each bad upload of this round.
     """
-    if job.cohort.offences is None:
-        return {}
     counts = Counter((record or {}).get(OFFENCES, {})) + Counter(bad)
-    aside = sorted(client for client, count in counts.items() if count >= job.cohort.offences)
+    aside = sorted(client for client, count in counts.items() if count >= most)
     return {OFFENCES: dict(sorted(counts.items())), ASIDE: list[Plain](aside)}

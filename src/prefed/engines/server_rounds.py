@@ -13,7 +13,6 @@ from prefed.core.wire import decode_state, encode
 from prefed.engines.aggregation import Aggregation, aggregate
 from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
 from prefed.engines.cohorts import ScheduledRound, Visit
-from prefed.engines.offences import offences_after, set_aside, visits_without
 from prefed.engines.tasks import Task
 from prefed.merge import from_newest
 
@@ -43,13 +42,20 @@ class ServerRounds(Course):
 
     def aside(self) -> frozenset[str]:
         """The clients that are set aside."""
+        if self.job.cohort.offences is None:
+            return frozenset()
+        from prefed.engines.offences import set_aside
+
         return set_aside(self.writer.last)
 
     def _round(self, server: State, plan: ScheduledRound) -> State:
         started, job, number = time.perf_counter(), self.job, plan.number
         now, tally = job.round(number), Tally()
-        aside = self.aside()
-        visits = visits_without(job, plan, aside)
+        aside, visits = self.aside(), plan.visits
+        if aside:
+            from prefed.engines.offences import visits_without
+
+            visits = visits_without(job, plan, aside)
         cohort = [Asked(visit.client, visit.started_from + 1) for visit in visits]
         everybody = [Asked(client, number) for client in job.members if client not in aside]
         if not everybody:
@@ -66,10 +72,13 @@ class ServerRounds(Course):
         self.diagnose(server, now, tally)
         if job.fleet is not None:
             tally.figures |= _schedule_record(plan)
-        tally.figures |= offences_after(job, self.writer.last, tally.bad)
-        for client in sorted(set_aside(tally.figures) - aside):
-            offences = f"[cohort] offences = {job.cohort.offences} bad uploads"
-            self.warn(number, f"{client!r} is set aside after {offences}")
+        if job.cohort.offences is not None:
+            from prefed.engines.offences import offences_after, set_aside
+
+            tally.figures |= offences_after(job.cohort.offences, self.writer.last, tally.bad)
+            for client in sorted(set_aside(tally.figures) - aside):
+                offences = f"[cohort] offences = {job.cohort.offences} bad uploads"
+                self.warn(number, f"{client!r} is set aside after {offences}")
         clients = list(dict.fromkeys(client for client, _ in cohort))
         self.commit(server, clients, evaluated, tally, time.perf_counter() - started, plan.keep)
         return server

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefed.core import Entry, Key, Layout, Owner, Ownership, Plain, Round, State, Tensors, Upload
-from prefed.merge import lora, optimizers, rules
+from prefed.merge import lora, rules
 from prefed.merge.config import MergeConfig
 from prefed.merge.means_distances import normalize, weighted_mean
 from prefed.merge.oversized_updates import check_update_sizes
@@ -78,6 +78,10 @@ class Aggregator:
                     f"lora {self.config.lora!r} needs a dense residual for each LoRA module; the model lacks "
                     f"{missing[0]} and {len(missing) - 1} more, so build it with the part {lora.RESIDUAL!r}"
                 )
+        if self.config.optimizer.name == "none":
+            return State({group: shared})
+        from prefed.merge import optimizers
+
         memory = optimizers.slots(self.config.optimizer, lora.without_residuals(shared))
         return State({group: shared, **{_key(name, group): value for name, value in memory.items()}})
 
@@ -150,17 +154,11 @@ class Aggregator:
         merged = rules.center(self.config, values, weights)
         changes = self._lora(whole, merged, values, weights, now.key, figures)
         merged = merged.replace({name: value for name, value in changes.items() if name in merged})
-        memory = {
-            name: state.tensors[_key(name, group)]
-            for name in optimizers.slots(self.config.optimizer, current)
-        }
-        before = {name: value.select(current) for name, value in memory.items()}
-        moved, after = optimizers.step(self.config.optimizer, current, merged, before)
+        moved, memory = self._step(state, group, current, merged)
         figures["update_norm"] = (moved - current).norm()
         new = whole.replace(moved).replace({name: v for name, v in changes.items() if name not in moved})
-        slots = {_key(name, group): memory[name].replace(value) for name, value in after.items()}
         report = {_figure_key(name, group): figures.get(name) for name in FIGURES}
-        return state.update({group: new, **slots}, {**report, **mixture})
+        return state.update({group: new, **memory}, {**report, **mixture})
 
     def with_size_check(
         self,
@@ -239,6 +237,20 @@ class Aggregator:
         """Return the metrics of the last merge into ``group``, if any; see :data:`FIGURES`."""
         values = {name: state.values.get(_figure_key(name, group)) for name in FIGURES}
         return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+    def _step(
+        self, state: State, group: str, current: Tensors, merged: Tensors
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        """Take a step of the server optimiser; return the model and the next tensors of its state, by key."""
+        if self.config.optimizer.name == "none":
+            return merged, {}
+        from prefed.merge import optimizers
+
+        names = optimizers.slots(self.config.optimizer, current)
+        memory = {name: state.tensors[_key(name, group)] for name in names}
+        before = {name: value.select(current) for name, value in memory.items()}
+        moved, after = optimizers.step(self.config.optimizer, current, merged, before)
+        return moved, {_key(name, group): memory[name].replace(value) for name, value in after.items()}
 
     def _lora(
         self,
