@@ -14,14 +14,15 @@ from prefed.data import synthetic
 from prefed.methods import METHODS
 from prefed.models.tiny import make_tiny
 
-CLOSURE = {"prefed.run": 119, "prefed run": 146}
+CLOSURE = {"prefed.run": 110, "prefed run": 137}
 """How a FedDPO run is started → how many files of prefed it may import."""
 UNUSED = re.compile(
     r"prefed\.(align|networks|theory|privacy\.|ui\.collect|trackers\.(tools|tracking)"
-    r"|(\w+\.)+(ppo|tastes|mixed_rewards|selector|graphs|mixing_matrices|simulated_fleet|neighbours|ray|processes)\b"
+    r"|(\w+\.)+(ppo|tastes|mixed_rewards|selector|graphs|mixing_matrices|simulated_fleet|neighbours|ray|processes"
+    r"|stopping|offences|optimizers)\b|config\.errors|train\.metrics\.text"
     r"|ui\.pages\.(?!tables$|terminal$))"
 )
-"""Wings, and files of other methods, engines and pages."""
+"""Wings, and files of other methods, engines, pages and tables, and of errors."""
 HEAVY = "{'torch', 'numpy', 'transformers', 'peft', 'datasets', 'matplotlib', 'scipy', 'pyarrow'}"
 REPORT = f"""
 import atexit, sys
