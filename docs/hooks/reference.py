@@ -140,10 +140,9 @@ EVERYWHERE = ("quiet", "verbose")
 
 def command(name: str) -> str:
     """The usage of a command, and its arguments and options."""
-    from prefed.ui.cli import app
+    from prefed.ui.cli.app import complete_command
 
-    functions = ((each.name, each.callback) for each in app.registered_commands)
-    function: Any = next(f for named, f in functions if name == (named or getattr(f, "__name__", "")))
+    function = complete_command(name)
     words, rows = [f"prefed {name}"], []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         if parameter.name in EVERYWHERE or parameter.annotation is typer.Context:

@@ -399,7 +399,8 @@ REFUSED = (
     (("--judge", "endpoint:m", "--url", "nowhere"), "--url must be http:// or https:// with a host", 1),
     (SERVED[:2], TOGETHER, 2),
     (SERVED[2:], TOGETHER, 2),
-    ((*SERVED, "--responses-key", "AWS_KEY"), "AWS_KEY: use OPENAI_API_KEY or PREFED_…API_KEY", 2),
+    (("--responses-key", "AWS_KEY"), "'--responses-key': String should match", 2),
+    (("--timeout", "0"), "'--timeout': Input should be greater than 0", 2),
 )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.main import get_command
 
-from prefed.ui.cli import app
+from prefed.ui.cli.app import complete_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -43,8 +43,7 @@ def commands() -> dict[str, list[str]]:
 def test_commands_exist_with_their_options(place: str) -> None:
     program, name, *words = commands()[place]
     assert Path(program).name == "prefed"
-    command = get_command(app).commands[name]
-    options = {option for parameter in command.params for option in parameter.opts}
+    options = {f"--{word.replace('_', '-')}" for word in signature(complete_command(name)).parameters}
     assert {word for word in words if word.startswith("--")} - options == set()
 
 

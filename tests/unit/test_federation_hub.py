@@ -14,7 +14,7 @@ from prefed.networks.federation.federate import Terms, federate
 from prefed.networks.federation.flare.process import check_port
 from prefed.networks.federation.transport import FederationError
 from prefed.networks.federation.unix_socket import pack
-from prefed.ui.cli import app
+from prefed.ui.cli.app import app, complete_command
 from prefed.ui.cli.errors_and_interrupts import interruptible
 from toy import Warned
 
@@ -40,8 +40,8 @@ def test_the_command_that_goes_on_has_all_that_was_given(tmp_path, monkeypatch):
     monkeypatch.setattr("prefed.networks.federation.flare.check_installed", stopped)
     sets = ["--set", "rounds=2", "--set", "seed=1"]
     words = ["federate", "e.toml", *(word for pair in OPTIONS.items() for word in pair), *sets]
-    (command,) = (each for each in app.registered_commands if each.callback.__name__ == "federate")
-    taken = {f"--{name.replace('_', '-')}" for name in command.callback.__annotations__}
+    command = complete_command("federate")
+    taken = {f"--{name.replace('_', '-')}" for name in command.__annotations__}
     others = {"--context", "--file", "--overrides", "--return", "--quiet", "--verbose"}
     assert taken - others == {*OPTIONS, "--out", "--resume", "--auto-resume"}
     for resume in ("--resume", "--auto-resume"):

@@ -52,7 +52,7 @@ OPENAI_KEY = "OPENAI_API_KEY"
 # Whoever writes an experiment file must not get any other key of the user's.
 KEY = r"^(PREFED_\w*API_KEY|OPENAI_API_KEY)$"
 _KEY_TEXT = (
-    "environment variable with its key, which is never stored: OPENAI_API_KEY, which is sent only to "
+    "environment variable with a server's key, which is never stored: OPENAI_API_KEY, which is sent only to "
     "OpenAI and to servers on this machine, or PREFED_…API_KEY, which is sent to url"
 )
 
@@ -61,8 +61,8 @@ class ServerConfig(StrictModel):
     """How a server compatible with OpenAI's API is asked."""
 
     key_variable: str = Field(OPENAI_KEY, pattern=KEY, description=_KEY_TEXT)
-    timeout: float = Field(120.0, gt=0, description="seconds to wait for an answer")
-    parallel: int = Field(4, ge=1, description="concurrent requests")
+    timeout: float = Field(120.0, gt=0, description="seconds to wait for a server's answer")
+    parallel: int = Field(4, ge=1, description="number of concurrent requests")
 
 
 class EndpointConfig(ServerConfig):
@@ -87,8 +87,8 @@ class JudgeOptions(ServerConfig):
     """Start of the settings' names, for messages."""
 
     url: str = Field(URL, description="base URL of an endpoint, up to and including /v1")
-    template: str = Field("plain", description="the prompt template for a language model")
-    judge_tokens: int = Field(1024, ge=1, description="maximum number of tokens in an answer")
+    template: str = Field("plain", description="prompt of a language model: plain, mt-bench or auto-j")
+    judge_tokens: int = Field(1024, ge=1, description="maximum number of tokens in a judge's answer")
     key_variable: str = Field(OPENAI_KEY, description=_KEY_TEXT)
     taste: str = Field(
         "mean",

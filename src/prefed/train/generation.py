@@ -20,16 +20,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from prefed.core import Key, Tensors
-from prefed.core.strict_settings import StrictModel
 from prefed.data import Message, Pair, Prompt, Template
 from prefed.data.encoding import continuation_text
 from prefed.models import Backbone
 from prefed.train.metrics.text import WrittenAnswer, without_numbers
 from prefed.train.packed import NAME as PACKED
 from prefed.train.padded import PaddedForward
+from prefed.train.sampling import Sampling as Sampling
 
 _CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24) else "past_key_values"
 """The argument of ``generate`` and of models with a cache."""
@@ -59,22 +58,6 @@ class Completion(NamedTuple):
     def ended(self) -> bool:
         """Whether the model ended it."""
         return self.end is not None
-
-
-class Sampling(StrictModel):
-    """Settings for sampling tokens.
-
-    Attributes:
-        max_tokens: maximum length of a response, besides the model's context and its end-of-text token.
-        temperature: 0 selects the most likely token.
-        top_p: sample from the most likely tokens with this total probability.
-        top_k: sample from this many of the most likely tokens; 0: from all.
-    """
-
-    max_tokens: int = Field(default=128, ge=1)
-    temperature: float = Field(default=0.7, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
 
 
 def as_prompt(text: str, like: Prompt | None, *, raw: bool = False) -> Prompt:
@@ -164,11 +147,7 @@ def complete(
     backbone.load(tensors)
     devices = [backbone.device] if backbone.device.type == "cuda" else []
     tastes = None if taste is None else taste[None]
-    with (
-        torch.inference_mode(),
-        torch.random.fork_rng(devices=devices),
-        backbone.tasting(tastes),
-    ):
+    with torch.inference_mode(), torch.random.fork_rng(devices=devices), backbone.tasting(tastes):
         key.seed_device(backbone.device.type)
         output = backbone.causal.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator
+from pydantic.dataclasses import dataclass
 
 from prefed.config.align import ENDPOINT, PEOPLE, JudgeConfig
 from prefed.config.errors import validate
@@ -26,6 +27,28 @@ OWN_DATA = ("train", "validation", "test", "partition", "format", "columns", "en
 
 EXCHANGES = ("train", "score")
 """Names of the exchanges of all methods."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Settings of a hub.
+
+    Attributes:
+        wait: seconds to wait for all sites to connect.
+        at_least: number of sites that suffices to start after --wait (default: all); to resume, one is
+            enough.
+        visit: timeout of a site's task in seconds, after which the site is left out.
+        most_clients: maximum number of clients that a site may declare.
+        most_pairs: maximum number of pairs, a client's weight, that a site may declare for it.
+    """
+
+    federation: str
+    sites: tuple[str, ...]
+    wait: float = Field(120.0, ge=0)
+    at_least: int | None = Field(None, ge=1)
+    visit: float = Field(600.0, ge=1)
+    most_clients: int = Field(10_000, ge=1)
+    most_pairs: int = Field(10_000_000, ge=1)
 
 
 def check_name(value: str) -> str:
@@ -148,8 +171,7 @@ class Limits(StrictModel):
     )
     delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is reported")
     evaluate: bool = Field(
-        True,
-        description="allow metrics over held-out pairs; a run needs at least one site that allows them",
+        True, description="allow metrics over held-out pairs; a run needs at least one site that allows them"
     )
     judgements: int = Field(
         0,

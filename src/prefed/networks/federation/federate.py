@@ -25,6 +25,7 @@ from prefed.engines.base_rounds import Tally
 from prefed.engines.privacy import merge_noised, shared_groups
 from prefed.engines.server_rounds import Asked
 from prefed.engines.validation import longest_answer, summed_metrics
+from prefed.networks.federation.config import Terms
 from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.hub import Attempt, FederationBackend, Sites
 from prefed.networks.federation.messages import Joined, Judged
@@ -53,28 +54,6 @@ PAUSE = 0.5
 ATTEMPTS: tuple[Literal[1, 2], ...] = (1, 2)
 """Attempts at a secure sum in a round. Each is another release."""
 UNUSED = "there was no sum"
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Settings of a hub.
-
-    Attributes:
-        wait: seconds to wait for all sites at the start of a run.
-        at_least: number of sites that suffices to start a run after ``wait`` seconds (default: all). One
-            suffices to resume.
-        visit: seconds that one visit or evaluation may take.
-        most_clients: maximum number of clients that a site may report.
-        most_pairs: maximum number of pairs that a site may report for a client.
-    """
-
-    federation: str
-    sites: tuple[str, ...]
-    wait: float = 120.0
-    at_least: int | None = None
-    visit: float = 600.0
-    most_clients: int = 10_000
-    most_pairs: int = 10_000_000
 
 
 def federate(

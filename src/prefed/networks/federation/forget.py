@@ -17,8 +17,9 @@ from typing import Any
 
 from prefed.config import Experiment, to_toml
 from prefed.core import Callback, files
+from prefed.networks.federation.config import Terms
 from prefed.networks.federation.experiment import HELD, NAMED
-from prefed.networks.federation.federate import FILE, PREPARE, Terms, federate, gather
+from prefed.networks.federation.federate import FILE, PREPARE, federate, gather
 from prefed.networks.federation.hub import Sites
 from prefed.networks.federation.transport import FederationError, Transport, UnreachableError
 from prefed.runs.align import align, read_settings

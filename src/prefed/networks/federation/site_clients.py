@@ -22,11 +22,11 @@ from prefed.core.text import listed
 from prefed.data import ClientSizes, FederatedDataset, Record
 from prefed.engines import Task
 from prefed.engines.tasks import MemoryStates
+from prefed.networks.federation.config import Terms
 from prefed.networks.federation.experiment import HELD, with_real_clients
 from prefed.networks.federation.federate import (
     FILE,
     PREPARE,
-    Terms,
     check_clients,
     experiment_for_sites,
     federate,

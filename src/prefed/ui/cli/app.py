@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from prefed.ui.cli.calculators import privacy, theory
 from prefed.ui.cli.collect import collect
@@ -24,8 +27,22 @@ from prefed.ui.cli.prepare import data, init, methods
 from prefed.ui.cli.results import compare, evaluate, judge, report
 from prefed.ui.cli.training import align, run, sweep
 
+
+class _Commands(TyperGroup):
+    """Only the command that is called gets the options of settings, so ``prefed --help`` imports none."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None and command is not None:
+            alone = typer.Typer(add_completion=False, rich_markup_mode=app.rich_markup_mode)
+            alone.command(name)(complete_command(name))
+            command = get_command(alone)
+        return name, command, rest
+
+
 app = typer.Typer(
     name="prefed",
+    cls=_Commands,
     help="Federated alignment of language models on preferences that never leave their owners.",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # "rich" would drop words in brackets, such as [stop], as markup
@@ -38,7 +55,7 @@ _TRAINING = (run, sweep, demo, peer, federate)
 recorded.
 """
 
-for _command in (
+_COMMANDS = (
     run,
     align,
     judge,
@@ -63,9 +80,18 @@ for _command in (
     federation,
     site,
     federate,
-):
-    _wrapped = command(_command, trains=_command in _TRAINING)
-    app.command()(ends_at_once(_wrapped) if _command is peer else _wrapped)
+)
+
+
+def complete_command(name: str, *, settings: bool = True) -> Callable[..., None]:
+    """A command with all its options, or without those of ``settings``, which are imported."""
+    function = next(each for each in _COMMANDS if each.__name__ == name)
+    wrapped = command(function, trains=function in _TRAINING, settings=settings)
+    return ends_at_once(wrapped) if function is peer else wrapped
+
+
+for _command in _COMMANDS:
+    app.command()(complete_command(_command.__name__, settings=False))
 
 
 @app.callback(invoke_without_command=True)

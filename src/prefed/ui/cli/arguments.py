@@ -2,11 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+
+class Fields:
+    """Options made from fields of settings, which are imported when the command is called.
+
+    Such a parameter of a command receives the values by the names of the fields.
+
+    Attributes:
+        settings: class of the settings, ``MODULE:NAME`` in prefed.
+        names: names of the fields, each after ``OPTION=`` if its option has another name.
+        defaults: field → default, if not that of the settings.
+    """
+
+    def __init__(self, settings: str, names: str, **defaults: object) -> None:
+        self.settings, self.defaults = settings, defaults
+        words = (word.partition("=") for word in names.split())
+        self.names = {option: name or option for option, _, name in words}
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """One parameter per option, with the field's type, default, description and constraints."""
+        from prefed.config.new_file import describe
+
+        module, _, name = self.settings.partition(":")
+        record = getattr(import_module(f"prefed.{module}"), name)
+        for option, name in self.names.items():
+            field, text = record.__pydantic_fields__[name], describe(record, name)
+            help = f"{text[0].upper()}{text[1:]}."
+            yield inspect.Parameter(
+                option,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=self.defaults.get(name, field.default),
+                annotation=Annotated[field.annotation, typer.Option(help=help, callback=_check(field))],
+            )
+
+    def take(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Remove the options from the values of a command, and return them by the names of the fields."""
+        return {name: values.pop(option) for option, name in self.names.items()}
+
+
+def _check(field: FieldInfo) -> Callable[[Any], Any]:
+    """A callback of an option that checks its value as the settings do."""
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field])  # type: ignore[arg-type]
+
+    def check(value: Any) -> Any:
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            raise typer.BadParameter(error.errors()[0]["msg"]) from None
+
+    return check
+
 
 File = Annotated[Path, typer.Argument(help="The experiment file (TOML).", show_default=False)]
 CellName = Annotated[
@@ -62,14 +120,10 @@ TasteName = Annotated[
         help="Export the aligned model at this taste; see prefed generate --taste.",
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a response.")]
-Temperature = Annotated[
-    float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most probable token.")
+Sampled = Annotated[
+    dict[str, Any],
+    Fields("train.sampling:Sampling", "max_new_tokens=max_tokens temperature top_p top_k"),
 ]
-TopP = Annotated[
-    float, typer.Option(help="Sample from the most probable tokens with this total probability.")
-]
-TopK = Annotated[int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: all.")]
 PromptColumn = Annotated[
     str | None,
     typer.Option(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from prefed.ui.cli.arguments import MaxNewTokens, PromptColumn, TopK, TopP
+from prefed.ui.cli.arguments import PromptColumn, Sampled
 from prefed.ui.cli.errors_and_interrupts import UsageError, interruptible
 
 if TYPE_CHECKING:
@@ -59,10 +59,8 @@ def collect(
             "--raw", help="Use typed prompts without a chat template, even if the others are dialogues."
         ),
     ] = False,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; above 0.")] = 0.7,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
+    *,
+    how: Sampled,
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Data type of the model's weights.")
     ] = "float32",
@@ -75,8 +73,8 @@ def collect(
     with interruptible(["prefed", *sys.argv[1:]], None, True, kept="every choice is kept", again=()):
         if (pairs is None) == (model is None) or (pairs is not None and prompts is not None):
             raise UsageError("give --model NAME, optionally with PROMPTS, or --from FILE without PROMPTS")
-        if not (temperature > 0 and 0 < top_p <= 1):
-            raise UsageError("--temperature must be above 0, and --top-p above 0 and at most 1")
+        if not how["temperature"]:
+            raise UsageError("--temperature must be above 0, so that the two responses differ")
         path = out or Path("pairs.jsonl" if pairs is None else "judged.jsonl")
         if pairs is not None and path.exists() and Path(pairs).exists() and path.samefile(pairs):
             raise UsageError(f"--out {path} is the same file as --from; choose another --out")
@@ -104,9 +102,9 @@ def collect(
                 from prefed.ui.collect.response_generator import Drawing, ModelResponder
 
                 asked = [] if prompts is None else file_prompts(prompts, prompt_column, limit)
-                how = Sampling(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
                 backbone = load_backbone(ModelConfig(name=model, dtype=dtype), key.at("model"))
-                responder = ModelResponder(backbone, how, key, asked[0] if asked else None, raw=raw)
+                like = asked[0] if asked else None
+                responder = ModelResponder(backbone, Sampling(**how), key, like, raw=raw)
                 drawn = DrawnPairs(asked, journal, responder.identity)
                 session = Session(drawn, choices, journal, key, unpaired)
                 drawing = Drawing(session, drawn, responder, ahead=ahead, report=_note)

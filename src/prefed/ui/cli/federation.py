@@ -20,6 +20,7 @@ import typer
 from prefed.ui.cli.arguments import (
     AutoResume,
     CellName,
+    Fields,
     File,
     Merge,
     Overrides,
@@ -81,25 +82,11 @@ def federate(
         str | None,
         typer.Option(metavar="A,B", help="The sites that take part (default: all that have kits)."),
     ] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for all sites to connect.")] = 120.0,
-    at_least: Annotated[
-        int | None,
-        typer.Option(min=1, help="Start after --wait with at least this many sites (default: all)."),
-    ] = None,
-    visit: Annotated[
-        float,
-        typer.Option(min=1, help="Timeout of a site's task in seconds, after which the site is left out."),
-    ] = 600.0,
-    most_clients: Annotated[
-        int, typer.Option(min=1, help="Maximum number of clients that a site may declare.")
-    ] = 10_000,
-    most_pairs: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Maximum number of pairs, a client's weight, that a site may declare for it.",
-        ),
-    ] = 10_000_000,
+    *,
+    terms: Annotated[
+        dict[str, Any],
+        Fields("networks.federation.config:Terms", "wait at_least visit most_clients most_pairs"),
+    ],
     cell: CellName = None,
 ) -> None:
     """Run an experiment over the sites of a federation."""
@@ -113,7 +100,7 @@ def federate(
 
         experiment = load_federated(file, cell, overrides or [])
         from prefed.core.text import pluralize
-        from prefed.networks.federation.federate import Terms
+        from prefed.networks.federation.config import Terms
         from prefed.networks.federation.federate import federate as federate_experiment
         from prefed.networks.federation.flare.kits import Kits
         from prefed.networks.federation.flare.transport import FlareTransport
@@ -133,13 +120,12 @@ def federate(
         rounds = pluralize(experiment.rounds, "round", "rounds")
         counted = pluralize(len(chosen), "site", "sites")
         console.print(f"{experiment.method.name}, {rounds}, {counted} → {path}", markup=False)
-        terms = Terms(kits.federation, chosen, wait, at_least, visit, most_clients, most_pairs)
         with FlareTransport(kits) as transport:
             summary = federate_experiment(
                 experiment,
                 path,
                 transport,
-                terms,
+                Terms(kits.federation, chosen, **terms),
                 resume=resume,
                 callbacks=terminal(console),
                 page=public_page,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefed.ui.cli.arguments import AsJson, RunFolder, given_words
+from prefed.ui.cli.arguments import AsJson, Fields, RunFolder, given_words
 from prefed.ui.cli.errors_and_interrupts import UsageError, interruptible
 from prefed.ui.cli.output import print_json, print_progress, progress_console, terminal
 
@@ -38,16 +38,8 @@ def forget(
     hub: Annotated[
         Path | None, typer.Option(help="For a run over sites, with --yes: the hub's folder.")
     ] = None,
-    wait: Annotated[
-        float, typer.Option(min=0, help="For a run over sites: seconds to wait for all to connect.")
-    ] = 120.0,
-    at_least: Annotated[
-        int | None,
-        typer.Option(min=1, help="For a run over sites: replay it after --wait with at least so many."),
-    ] = None,
-    visit: Annotated[
-        float, typer.Option(min=1, help="For a run over sites: timeout of a site's task in seconds.")
-    ] = 600.0,
+    *,
+    terms: Annotated[dict[str, Any], Fields("networks.federation.config:Terms", "wait at_least visit")],
     yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, only the plan is printed.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -71,7 +63,7 @@ def forget(
             return
         console = progress_console(as_json)
         if over_sites:
-            made = _over_sites(run, names, hub, (wait, at_least, visit), terminal(console))
+            made = _over_sites(run, names, hub, terms, terminal(console))
         else:
             from prefed.runs.forget import forget as forget_clients
 
@@ -97,7 +89,7 @@ def _over_sites(
     run: Path,
     names: list[str],
     hub: Path | None,
-    times: tuple[float, int | None, float],
+    terms: dict[str, Any],
     callbacks: list[Callback],
 ) -> list[Path]:
     if hub is None:
@@ -105,15 +97,15 @@ def _over_sites(
     from prefed.networks.federation.flare import check_installed
 
     check_installed()
-    from prefed.networks.federation.federate import Terms
+    from prefed.networks.federation.config import Terms
     from prefed.networks.federation.flare.kits import Kits
     from prefed.networks.federation.flare.transport import FlareTransport
     from prefed.networks.federation.forget import forget as forget_clients
 
     kits = Kits.open(hub)
     with FlareTransport(kits) as transport:
-        terms = Terms(kits.federation, kits.sites, *times)
-        return forget_clients(run, names, transport, terms, callbacks=callbacks, report=print_progress)
+        asked = Terms(kits.federation, kits.sites, **terms)
+        return forget_clients(run, names, transport, asked, callbacks=callbacks, report=print_progress)
 
 
 def _print(planned: Plan) -> None:

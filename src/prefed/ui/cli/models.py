@@ -14,17 +14,14 @@ from prefed.ui.cli.arguments import (
     Aligned,
     AsJson,
     LicenseName,
-    MaxNewTokens,
     Merge,
     OwnModel,
     Raw,
     RoundName,
     RunFolder,
+    Sampled,
     SelectorNumber,
     TasteName,
-    Temperature,
-    TopK,
-    TopP,
 )
 from prefed.ui.cli.errors_and_interrupts import UsageError
 from prefed.ui.cli.output import print_json
@@ -250,10 +247,8 @@ def generate(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of responses to each prompt.")] = 1,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
+    *,
+    how: Sampled,
     seed: Annotated[
         int, typer.Option(help="Random seed of the sampling, the same for base and aligned model.")
     ] = 0,
@@ -262,8 +257,6 @@ def generate(
     which: RoundName = "last",
 ) -> None:
     """Show responses of the base model and of a finished run's model next to each other."""
-    if not 0 < top_p <= 1:
-        raise UsageError(f"--top-p {top_p}: must be above 0 and at most 1")
     from prefed.runs.finished_run import read_run
 
     read_run(run).check_clients([client])
@@ -273,7 +266,7 @@ def generate(
     from prefed.runs.tastes import needs_pairs
     from prefed.train.generation import Sampling, complete
 
-    sampling = Sampling(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+    sampling = Sampling(**how)
     models = Models(
         load_run(run, data=needs_pairs(taste), best=which == "best"), sampling, seed=seed, raw=raw
     )

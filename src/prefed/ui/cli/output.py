@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from enum import IntEnum
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from prefed.ui.cli.arguments import Fields
 from prefed.ui.cli.errors_and_interrupts import FAILED, UsageError, user_errors
 from prefed.ui.cli.log import Log, LogFormat, in_json, report, set_log_format
 
@@ -56,12 +57,27 @@ def set_volume(quiet: bool, verbose: bool) -> None:
     _volume = Volume.QUIET if quiet else Volume.VERBOSE if verbose else Volume.USUAL
 
 
-def command(function: Callable[..., None], *, trains: bool = True) -> Callable[..., None]:
+def _everywhere(*, quiet: Quiet = False, verbose: Verbose = False, log: Log = None) -> None: ...
+
+
+_EVERYWHERE = inspect.signature(_everywhere, eval_str=True).parameters.values()
+"""Options of every command."""
+
+
+def command(function: Callable[..., None], *, trains: bool, settings: bool) -> Callable[..., None]:
     """Wrap a command: add ``-q``, ``-v`` and ``--log``, and handle errors with :func:`user_errors`.
 
     Args:
         trains: whether code that an experiment file names may run; see :func:`prefed.core.plugins.looking`.
+        settings: add the options of settings, which are imported.
     """
+    signature = inspect.signature(function, eval_str=True)
+    groups = {
+        parameter.name: fields
+        for parameter in signature.parameters.values()
+        for fields in get_args(parameter.annotation)
+        if isinstance(fields, Fields)
+    }
 
     @wraps(function)
     def run(
@@ -76,7 +92,8 @@ def command(function: Callable[..., None], *, trains: bool = True) -> Callable[.
                 if quiet or verbose:
                     set_volume(quiet, verbose)
                 with _library_log(), nullcontext() if trains else looking():
-                    function(*args, **kwargs)
+                    taken = {name: fields.take(kwargs) for name, fields in groups.items()}
+                    function(*args, **kwargs, **taken)
         except Exception as error:
             if isinstance(error, typer.Exit) or not in_json():
                 raise
@@ -86,14 +103,12 @@ def command(function: Callable[..., None], *, trains: bool = True) -> Callable[.
             report("error", text, "error", code=FAILED, traceback=traceback.format_exc())
             raise typer.Exit(FAILED) from None
 
-    signature = inspect.signature(function, eval_str=True)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    more = [
-        inspect.Parameter(name, kind, default=False, annotation=annotation)
-        for name, annotation in (("quiet", Quiet), ("verbose", Verbose))
-    ]
-    more.append(inspect.Parameter("log", kind, default=None, annotation=Log))
-    parameters = [*signature.parameters.values(), *more]
+    parameters = list[inspect.Parameter]()
+    for parameter in (*signature.parameters.values(), *_EVERYWHERE):
+        if parameter.name not in groups:
+            parameters.append(parameter)
+        elif settings:
+            parameters += groups[parameter.name].parameters()
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from prefed.ui.cli.arguments import AsJson, MaxNewTokens, PromptColumn, Raw, RoundName, RunFolder, Temperature
+from prefed.ui.cli.arguments import AsJson, Fields, PromptColumn, Raw, RoundName, RunFolder
 from prefed.ui.cli.errors_and_interrupts import INTERRUPTED, UsageError, terminable, usage
 from prefed.ui.cli.log import report as log_event
 from prefed.ui.cli.output import only_json, print_json, progress_console
@@ -229,20 +228,18 @@ def judge(
         ),
     ] = None,
     prompt_column: PromptColumn = None,
-    template: Annotated[
-        str,
-        typer.Option(help="The prompt template for a language model as judge: plain, mt-bench or auto-j."),
-    ] = "plain",
     criterion: Annotated[
         Literal["helpful", "harmless"] | None,
         typer.Option(help="A criterion for a language model as judge (default: from --template)."),
     ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="URL of an endpoint, including /v1 (default: OpenAI's).")
-    ] = None,
-    key: Annotated[
-        str, typer.Option(metavar="VARIABLE", help="The environment variable that holds an endpoint's key.")
-    ] = "OPENAI_API_KEY",
+    *,
+    options: Annotated[
+        dict[str, Any],
+        Fields(
+            "config.align:JudgeOptions",
+            "template url key=key_variable timeout parallel judge_tokens taste",
+        ),
+    ],
     responses: Annotated[
         list[str] | None,
         typer.Option(
@@ -255,22 +252,12 @@ def judge(
         str | None, typer.Option(metavar="URL", help="With --responses: the server's URL, including /v1.")
     ] = None,
     responses_key: Annotated[
-        str, typer.Option(metavar="VARIABLE", help="The environment variable that holds that server's key.")
-    ] = "OPENAI_API_KEY",
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an endpoint's answer.")] = 120.0,
-    parallel: Annotated[int, typer.Option(min=1, help="Number of parallel requests to an endpoint.")] = 4,
-    judge_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens in a judge's answer.")
-    ] = 1024,
-    taste: Annotated[
-        str,
-        typer.Option(
-            metavar="CLIENT|mean",
-            help="The client whose utility or taste to judge with (judge utility; selectors with tastes).",
-        ),
-    ] = "mean",
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
+        dict[str, Any], Fields("config.align:EndpointConfig", "responses_key=key_variable")
+    ],
+    sampling: Annotated[
+        dict[str, Any],
+        Fields("train.sampling:Sampling", "max_new_tokens=max_tokens temperature", temperature=0.0),
+    ],
     seed: Annotated[int, typer.Option(help="Random seed of sampled responses.")] = 0,
     raw: Raw = False,
     name: Annotated[
@@ -280,15 +267,11 @@ def judge(
 ) -> None:
     """Let a judge compare a finished run's model with another; writes win rates and verdicts."""
     from prefed.align.judge.names import split_name
-    from prefed.config.align import KEY, OPENAI_KEY, URL, EndpointConfig, JudgeOptions
+    from prefed.config.align import EndpointConfig, JudgeOptions
     from prefed.core.plugins import allow, is_code
 
     if (responses_url is None) != (not responses):
         raise UsageError("use --responses MODEL and --responses-url URL together")
-    if not re.fullmatch(KEY, responses_key):
-        raise UsageError(f"--responses-key {responses_key}: use {OPENAI_KEY} or PREFED_…API_KEY")
-    if timeout <= 0:
-        raise UsageError(f"--timeout {timeout:g}: must be above 0")
     with usage():
         if is_code(split_name(judge)[0]):
             allow(judge)
@@ -299,10 +282,11 @@ def judge(
     from prefed.train.generation import Sampling
     from prefed.ui.pages.outcomes import print_judged
 
+    request = {name: options[name] for name in ("timeout", "parallel")}
     with usage():
         if criterion is not None:
-            template = criterion_template(criterion, template, judge)
-        get_template(template)
+            options["template"] = criterion_template(criterion, options["template"], judge)
+        get_template(options["template"])
         comparison = Comparison(
             judge=judge,
             prompts=prompts,
@@ -314,25 +298,11 @@ def judge(
             taste=policy_taste,
             prompt_column=prompt_column,
             raw=raw,
-            sampling=Sampling(max_tokens=max_new_tokens, temperature=temperature),
+            sampling=Sampling(**sampling),
             seed=seed,
-            options=JudgeOptions(
-                url=URL if url is None else url,
-                template=template,
-                judge_tokens=judge_tokens,
-                key_variable=key,
-                timeout=timeout,
-                parallel=parallel,
-                taste=taste,
-            ),
+            options=JudgeOptions(**options),
             servers=[
-                EndpointConfig(
-                    model=model,
-                    url=str(responses_url),
-                    key_variable=responses_key,
-                    timeout=timeout,
-                    parallel=parallel,
-                )
+                EndpointConfig(model=model, url=str(responses_url), **responses_key, **request)
                 for model in responses or ()
             ],
             name=name,

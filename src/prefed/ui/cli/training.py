@@ -19,6 +19,7 @@ from prefed.ui.cli.arguments import (
     AsJson,
     AutoResume,
     CellName,
+    Fields,
     File,
     Overrides,
     Resume,
@@ -399,12 +400,8 @@ def align(
         str | None,
         typer.Option(metavar="A,B", help="With --hub: the sites whose clients judge (default: all)."),
     ] = None,
-    wait: Annotated[
-        float, typer.Option(min=0, help="With --hub: seconds to wait for all sites to connect.")
-    ] = 120.0,
-    visit: Annotated[
-        float, typer.Option(min=1, help="With --hub: timeout of a client's task in seconds.")
-    ] = 600.0,
+    *,
+    terms: Annotated[dict[str, Any], Fields("networks.federation.config:Terms", "wait visit")],
 ) -> None:
     """Align a model with a finished run's selectors, on prompts only."""
     overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
@@ -438,8 +435,9 @@ def align(
         console = progress_console()
         console.print(f"{config.prompts.path} → {folder}", markup=False, soft_wrap=True)
         callbacks = terminal(console)
-        terms = hub, sites, wait, visit
-        with _site_clients(record.path, config, *terms, Callbacks(callbacks).on_warning) as clients:
+        with _site_clients(
+            record.path, config, hub, sites, terms, Callbacks(callbacks).on_warning
+        ) as clients:
             done = align_run(run, config, stage=stage, callbacks=callbacks, clients=clients)
         training = done["train"]
         kept = training["epochs"][training["kept"] - 1]
@@ -467,8 +465,7 @@ def _site_clients(
     config: AlignConfig,
     hub: Path | None,
     sites: str | None,
-    wait: float,
-    visit: float,
+    terms: dict[str, Any],
     warn: Callable[[str], None],
 ) -> Iterator[Clients | None]:
     """Open the sites of a run, whose clients judge; nothing without a hub."""
@@ -478,15 +475,15 @@ def _site_clients(
     from prefed.networks.federation.flare import check_installed
 
     check_installed()
-    from prefed.networks.federation.federate import Terms
+    from prefed.networks.federation.config import Terms
     from prefed.networks.federation.flare.kits import Kits
     from prefed.networks.federation.flare.transport import FlareTransport
     from prefed.networks.federation.site_clients import site_clients
 
     kits = Kits.open(hub)
-    terms = Terms(kits.federation, tuple(sites.split(",")) if sites else (), wait, visit=visit)
+    asked = Terms(kits.federation, tuple(sites.split(",")) if sites else (), **terms)
     with (
         FlareTransport(kits) as transport,
-        site_clients(run, config, transport, terms, warn, print_progress) as clients,
+        site_clients(run, config, transport, asked, warn, print_progress) as clients,
     ):
         yield clients

@@ -34,13 +34,7 @@ HUB = "server"
 """FLARE's name of the hub's cell. The cell of a job is named ``PARENT.JOB``."""
 DEPLOY = "train.deploy"
 TOPICS = frozenset(
-    (
-        DEPLOY,
-        "train.start_job",
-        "train.abort",
-        "scheduler.check_resource",
-        "scheduler.cancel_resource",
-    )
+    (DEPLOY, "train.start_job", "train.abort", "scheduler.check_resource", "scheduler.cancel_resource")
 )
 """FLARE's admin commands that the hub may send to a site's client: those that start and end a session."""
 _SIGNATURE = (".__nvfl_sig.json", ".__nvfl_submitter.crt")
