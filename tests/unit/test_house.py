@@ -249,7 +249,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "src/prefed/testing/": (700, ""),
     "src/prefed/trackers/": (600, ""),
     "src/prefed/train/": (4_242, "a prompt is read once; completions that have ended take no time"),
-    "src/prefed/ui/": (7_665, "the diagonal of a plot in a file"),
+    "src/prefed/ui/": (7_668, "the diagonal of a plot in a file"),
     "experiments/tests/": (1_835, "messages are asserted by what they name, and each law once"),
     "tests/": (2_535, "crashes at every file operation are looped over in one place, not in two files"),
     "tests/cli/": (4_470, "messages are asserted by what they name, and each law once"),
