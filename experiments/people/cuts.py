@@ -4,6 +4,7 @@
 
 A tenth of the training pairs of arguments, by a hash of their texts, are validation pairs for everybody. Of
 the others a person keeps the first 8, 32 or 128, or all; for newcomers, the second half of the people keep 8.
+The task ``people`` of ``../bench`` has the first pairs of the 20 people with the most judgements.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from prepare import fraction, unordered, write
 HERE = Path(__file__).resolve().parent
 SIZES = (8, 32, 128)
 VALIDATION = 0.1
+BENCH = {"train": 24, "validation": 16, "test": 32}
+"""Role → pairs of a person in the benchmark."""
+PEOPLE = 20
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -53,6 +57,18 @@ def cuts(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:
     return found
 
 
+def bench(found: Mapping[str, Rows], test: Rows) -> dict[str, list[Mapping[str, Any]]]:
+    """Role → rows of the people with the most training and test pairs, from the result of :func:`cuts`."""
+    own = {"train": found["people-all.train"], "validation": found["people.validation"], "test": test}
+    parts = {role: by_person(rows) for role, rows in own.items()}
+    sizes = {name: len(rows) + len(parts["test"].get(name, ())) for name, rows in parts["train"].items()}
+    chosen = sorted(sorted(sizes, key=lambda name: (-sizes[name], name))[:PEOPLE])
+    return {
+        role: [row for name in chosen for row in parts[role].get(name, [])[:size]]
+        for role, size in BENCH.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -65,10 +81,13 @@ def main() -> None:
     for path in (args.train, args.test):
         if not path.exists():
             parser.error(f"{path}: no such file; experiments/people/prepare.py writes it")
-    for name, rows in cuts(read(args.train)).items():
+    found, test = cuts(read(args.train)), read(args.test)
+    for name, rows in found.items():
         write(args.out / f"{name}.jsonl.gz", rows)
+    for role, rows in bench(found, test).items():
+        write(args.out / f"bench.{role}.jsonl.gz", rows)
     if args.test.resolve() != (args.out / "people.test.jsonl.gz").resolve():
-        write(args.out / "people.test.jsonl.gz", read(args.test))
+        write(args.out / "people.test.jsonl.gz", test)
 
 
 if __name__ == "__main__":

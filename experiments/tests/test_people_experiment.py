@@ -105,6 +105,23 @@ def test_a_pair_of_arguments_is_in_one_part(prepared):
     assert kept == {"person-1": everything["person-1"], "person-2": 8, "person-3": 8}
 
 
+def test_the_benchmark_has_the_first_pairs_of_those_with_the_most():
+    """Person k has k training pairs and, if odd, 8 test pairs. Of 1 to 30, the 20 with the most are the odd ones
+    from 7, with 15 pairs, and the even ones from 16."""
+    module = runpy_people("cuts")
+    found = {
+        "people-all.train": [{"person": f"{k:02}", "pair": n} for k in range(1, 31) for n in range(k)],
+        "people.validation": [{"person": "30", "pair": n} for n in range(20)],
+    }
+    test = [{"person": f"{k:02}", "pair": n} for k in range(1, 31, 2) for n in range(8)]
+    chosen = module["bench"](found, test)
+    kept = [*range(7, 31, 2), *range(16, 31, 2)]
+    assert Counter(row["person"] for row in chosen["train"]) == {f"{k:02}": min(k, 24) for k in kept}
+    assert [row["pair"] for row in chosen["train"] if row["person"] == "30"] == list(range(24))
+    assert Counter(row["person"] for row in chosen["validation"]) == {"30": 16}
+    assert Counter(row["person"] for row in chosen["test"]) == {f"{k:02}": 8 for k in kept if k % 2}
+
+
 def runpy_people(name):
     """The names that a script of ``experiments/people`` defines."""
     with pytest.MonkeyPatch.context() as patch:
