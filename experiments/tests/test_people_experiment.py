@@ -106,8 +106,8 @@ def test_a_pair_of_arguments_is_in_one_part(prepared):
 
 
 def test_the_benchmark_has_the_first_pairs_of_those_with_the_most():
-    """Person k has k training pairs and, if odd, 8 test pairs. Of 1 to 30, the 20 with the most are the odd ones
-    from 7, with 15 pairs, and the even ones from 16."""
+    """Person k has k training pairs and, if odd, 8 test pairs. Of 1 to 30, the 20 with the most are the odd
+    ones from 7, with 15 pairs, and the even ones from 16."""
     module = runpy_people("cuts")
     found = {
         "people-all.train": [{"person": f"{k:02}", "pair": n} for k in range(1, 31) for n in range(k)],
