@@ -183,7 +183,7 @@ def test_a_paper_table_of_two_seeds(place, tmp_path, monkeypatch):
     )
     sets = [word for each in [*local(place, name), "rounds=2"] for word in ("--set", each)]
     words = ["sweep", str(table), "--out", str(tmp_path / "runs"), *sets]
-    monkeypatch.setattr(sweep_child, "_command", sweep_command)
+    monkeypatch.setattr(sweep_child.CommandProcesses, "call", sweep_command)
     first = prefed_(*words)
     lines = (tmp_path / "runs/two.md").read_text().splitlines()
     heads, row = ([cell.strip() for cell in lines[k].split("|")[1:-1]] for k in (0, 2))

@@ -197,7 +197,7 @@ def test_a_method_of_prefed_and_one_of_a_file_enter(tmp_path, monkeypatch):
     """FedDPO and the same algorithm in a file have the same accuracies on a task, local none on a task with
     central noise, and a second call adds local to the first two. The file's results are not reused once the
     file has changed."""
-    monkeypatch.setattr(sweep_child, "_command", sweep_command)
+    monkeypatch.setattr(sweep_child.CommandProcesses, "call", sweep_command)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "state").mkdir()
     small_place(tmp_path)
@@ -227,12 +227,13 @@ def test_a_method_of_prefed_and_one_of_a_file_enter(tmp_path, monkeypatch):
 def test_what_a_method_cannot_do_is_a_result_and_a_failure_is_none(tmp_path, monkeypatch):
     """DPO does not train on thumbs, which only a run finds out: a row with the reason, and exit code 0 next
     to another task, 1 without. What fails leaves the row as it is."""
-    process = sweep_child._command
+    process = sweep_child.CommandProcesses.call
 
-    async def command(run, *words):
-        return await (process if run.out.parent.name == "thumbs" else sweep_command)(run, *words)
+    async def command(processes, run, *words):
+        called = process if run.out.parent.name == "thumbs" else sweep_command
+        return await called(processes, run, *words)
 
-    monkeypatch.setattr(sweep_child, "_command", command)
+    monkeypatch.setattr(sweep_child.CommandProcesses, "call", command)
     small_place(tmp_path)
     thumbs = [{"prompt": "Say:", "completion": f" yes {k}", "label": k % 2 == 0} for k in range(8)]
     jsonl(tmp_path / "thumbs.jsonl", [{**each, "worker": worker} for worker in "ab" for each in thumbs])
@@ -249,10 +250,10 @@ def test_what_a_method_cannot_do_is_a_result_and_a_failure_is_none(tmp_path, mon
     error = prefed_("sweep", "thumbs.toml", *words, code=1)
     assert f"every cell is refused:\nthumbs local: {reason}" in error
 
-    async def killed(run, *words):
+    async def killed(processes, run, *words):
         raise sweep_child.CommandError("killed", run.side_file("log"), "")
 
-    monkeypatch.setattr(sweep_child, "_command", killed)
+    monkeypatch.setattr(sweep_child.CommandProcesses, "call", killed)
     shutil.rmtree("out/plain")
     assert "some cells failed:\nplain local: " in prefed_("sweep", "plain.toml", *words, code=1)
     assert json.loads(Path("out/leaderboard.json").read_text()) == board
