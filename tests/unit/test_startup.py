@@ -69,7 +69,7 @@ finally:
     imported()
 """
 FORKS = """
-import os, sys; os.chdir(sys.argv.pop(1)); import prefed
+import os, sys; os.chdir(sys.argv.pop(1)); import prefed, prefed.core.text
 from prefed.ui.cli import main
 assert "pydantic" not in sys.modules
 for number, command in enumerate(sys.argv[1:]):
@@ -141,7 +141,7 @@ def test_what_is_imported_later_is_the_library_itself():
         _ = lazy.torch.tensors
 
 
-@pytest.mark.parametrize("package", ["prefed", "prefed.data", "prefed.models"])
+@pytest.mark.parametrize("package", ["prefed", "prefed.core", "prefed.data", "prefed.models"])
 def test_a_package_hands_out_all_its_names_and_no_other(package):
     from importlib import import_module
 

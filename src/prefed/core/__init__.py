@@ -1,28 +1,33 @@
 """Basic types: tensors, owners, keys, phases, messages, methods. Does not import other packages of prefed."""
 
-from prefed.core.callback import Callback, Callbacks
-from prefed.core.method import (
-    OPTIMIZER,
-    POOLED,
-    ClientTrainer,
-    Download,
-    Exchange,
-    Method,
-    Moments,
-    Objective,
-    Optimizer,
-    Penalty,
-    Phase,
-    PhaseResult,
-    Plain,
-    Proximal,
-    Round,
-    State,
-    Upload,
-)
-from prefed.core.privacy import NO_MINIMUM, Privacy
-from prefed.core.random_keys import Key
-from prefed.core.tensors import Entry, Layout, Owner, Ownership, Tensors
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import attach
+
+if TYPE_CHECKING:
+    from prefed.core.callback import Callback, Callbacks
+    from prefed.core.method import (
+        OPTIMIZER,
+        POOLED,
+        ClientTrainer,
+        Download,
+        Exchange,
+        Method,
+        Moments,
+        Objective,
+        Optimizer,
+        Penalty,
+        Phase,
+        PhaseResult,
+        Plain,
+        Proximal,
+        Round,
+        State,
+        Upload,
+    )
+    from prefed.core.privacy import NO_MINIMUM, Privacy
+    from prefed.core.random_keys import Key
+    from prefed.core.tensors import Entry, Layout, Owner, Ownership, Tensors
 
 __all__ = [
     "NO_MINIMUM",
@@ -53,3 +58,5 @@ __all__ = [
     "Tensors",
     "Upload",
 ]
+
+__getattr__ = attach(__name__, __file__)
