@@ -194,6 +194,7 @@ def fake_gpu() -> Iterator[None]:
         patch.setattr(
             optimizer, "_get_fused_kernels_supported_devices", lambda: ["cpu", DEVICE.type, SECOND.type]
         )
+        patch.setattr("prefed.core.lazy.torch.Generator", _Generator)
         patch.setattr(torch, "Generator", _Generator)
         # Views of a wrapped tensor cannot be inference tensors.
         patch.setattr(torch, "inference_mode", torch.no_grad)

@@ -6,7 +6,7 @@ import pytest
 
 from finished import small_experiment, small_place
 from prefed import Experiment
-from prefed.engines import WorkerError, check_backend
+from prefed.engines import WorkerError, check_engine
 from prefed.runs.build import build_job, build_worker_job, job_factory
 from prefed.runs.start_or_resume import settings_digest
 
@@ -58,5 +58,5 @@ def test_what_is_shipped_follows_the_settings(place, tmp_path):
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr("prefed.engines.backends.find_spec", lambda name: None)
     with pytest.raises(WorkerError, match=r"needs the package ray: install it with pip install 'prefed\[ray"):
-        check_backend("ray")
-    check_backend("local")
+        check_engine("ray", ())
+    check_engine("local", ())

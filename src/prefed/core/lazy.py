@@ -19,7 +19,9 @@ __all__ = ["F", "attach", "np", "torch"]
 
 class _LazyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        return getattr(import_module(self.__name__), name)
+        value = getattr(import_module(self.__name__), name)
+        setattr(self, name, value)  # the next access is as fast as that of a module
+        return value
 
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
         InProcess,
         JobFactory,
         WorkerError,
-        check_backend,
         check_devices,
+        check_engine,
     )
     from prefed.engines.backends.processes import WorkerProcesses
     from prefed.engines.backends.ray import RayActors
@@ -40,8 +40,8 @@ __all__ = [
     "TrainerFactory",
     "WorkerError",
     "WorkerProcesses",
-    "check_backend",
     "check_devices",
+    "check_engine",
     "run_task",
 ]
 

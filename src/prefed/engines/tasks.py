@@ -115,9 +115,9 @@ def run_task(job: Job, task: Task, states: ClientStates) -> TaskResult:
 
 
 def _visit(job: Job, task: Task, states: ClientStates) -> TaskResult:
-    exchange, now = job.exchange(task.exchange), job.round(task.asked or task.round)
-    trainer = job.trainer(task.client, now.number, "exchange", exchange.name, merged=task.round)
-    stored = states.read(task.client)
+    exchange, asked = job.exchange(task.exchange), task.asked or task.round
+    trainer = job.trainer(task.client, asked, "exchange", exchange.name, merged=task.round)
+    now, stored = trainer.round, states.read(task.client)
     before = _decoded(job, task.client, stored)
     # A private state may be large, so its encoded form is freed before training.
     known = digest(encode(before, job.state_dtype) if stored is None else stored)

@@ -176,7 +176,7 @@ def change_norm(tensors: Tensors, origin: Tensors | None = None, scaling: float 
     square = 0.0
     for module in modules(tensors.layout):
         b, a = tensors[module.b].double(), tensors[module.a].double()
-        b0, a0 = (_known(origin, name, tensors) for name in (module.b, module.a))
+        b0, a0 = _known(origin, module.b, b), _known(origin, module.a, a)
         left, right = torch.cat([b - b0, b0], dim=1), torch.cat([a, a - a0], dim=0)
         square += float(((left.T @ left) * (right @ right.T)).sum())
     dense = sum(float(tensors[e.name].norm()) ** 2 for e in tensors.layout.entries if e.part == RESIDUAL)
@@ -184,9 +184,9 @@ def change_norm(tensors: Tensors, origin: Tensors | None = None, scaling: float 
     return scaling * max(square, 0.0) ** 0.5 + dense**0.5 if math.isfinite(square) else math.inf
 
 
-def _known(origin: Tensors | None, name: str, like: Tensors) -> Tensor:
-    found = origin is not None and name in origin and origin[name].shape == like[name].shape
-    return origin[name].double() if origin is not None and found else torch.zeros_like(like[name]).double()
+def _known(origin: Tensors | None, name: str, like: Tensor) -> Tensor:
+    start = None if origin is None else origin.get(name)
+    return torch.zeros_like(like) if start is None or start.shape != like.shape else start.double()
 
 
 def product_error(values: Sequence[Tensors], weights: Sequence[float]) -> float:

@@ -65,14 +65,13 @@ def check_upload(upload: Upload, groups: Mapping[str, Layout], dtype: torch.dtyp
         if abs(number) > LARGEST:
             raise BadUpload(upload.client, f"scalar {name!r} is {number:.3g}, outside the range of float32")
     for group, tensors in upload.tensors.items():
-        layout = groups.get(group, Layout(()))
+        shapes = groups.get(group, Layout(())).shapes
         for entry in tensors.layout.entries:
             where = f"{entry.name} in group {group!r}"
-            if entry.name not in layout:
+            if entry.name not in shapes:
                 raise BadUpload(upload.client, f"unexpected tensor {where}")
-            expected = layout[entry.name].shape
-            if entry.shape != expected:
-                raise BadUpload(upload.client, f"{where} has shape {entry.shape}, not {expected}")
+            if entry.shape != shapes[entry.name]:
+                raise BadUpload(upload.client, f"{where} has shape {entry.shape}, not {shapes[entry.name]}")
             # A finite number of a wider dtype may be infinite in the dtype of the model.
             if tensors.flat.dtype != dtype:
                 raise BadUpload(upload.client, f"{where} has dtype {tensors.flat.dtype}, not {dtype}")
@@ -109,10 +108,9 @@ def align(uploads: Sequence[Upload], group: str, current: Tensors) -> list[Tenso
         if odd:
             which = "missing" if odd[0] in current else "unexpected"
             raise BadUpload(upload.client, f"{which} tensor {odd[0]} in group {group!r}")
-        for entry in current.layout.entries:
-            shape = value.layout[entry.name].shape
-            if shape != entry.shape:
-                raise BadUpload(upload.client, f"{entry.name} has shape {shape}, not {entry.shape}")
+        for name, shape in current.layout.shapes.items():
+            if (sent := value.layout.shapes[name]) != shape:
+                raise BadUpload(upload.client, f"{name} has shape {sent}, not {shape}")
         if value.layout.names != current.layout.names:
             value = Tensors.gather(current.layout, value)
         aligned.append(Tensors(current.layout, value.flat.to(current.flat.dtype)))

@@ -100,12 +100,12 @@ class Backbone:
     loss_scale: float = 1.0
     _bases: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def causal(self) -> Any:
         """The Hugging Face model itself."""
         return self.model if WEIGHTS in self.needs else self.model.get_base_model()
 
-    @property
+    @cached_property
     def trunk(self) -> Any:
         """The causal language model without its head."""
         return self.causal.base_model if self.family is None else trunk_of(self.causal)
@@ -137,7 +137,7 @@ class Backbone:
         kinds = [rope["rope_type"] for rope in rope_settings(self.text_config)]
         return bool(kinds) and not any(kind == "longrope" or "dynamic" in kind for kind in kinds)
 
-    @property
+    @cached_property
     def text_config(self) -> Any:
         """Configuration of the language model, which may be one part of a larger model."""
         return text_config(self.causal.config)

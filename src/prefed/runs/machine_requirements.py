@@ -24,11 +24,12 @@ from prefed.core.strict_settings import flatten
 from prefed.core.text import is_ours, one_line, pluralize, size
 from prefed.data.errors import require as require_for_data
 from prefed.data.sources.huggingface import looks_like_hub_name
+from prefed.engines import check_engine
 from prefed.methods.base.settings import BaselineSettings
 from prefed.models.pretrained import NEEDED, absent_files, check_device
 from prefed.privacy.accountant import require
 from prefed.runs.align import check_alignment, what_is_sent
-from prefed.runs.preflight import check_engine, existing_parent
+from prefed.runs.preflight import existing_parent
 from prefed.runs.start_or_resume import is_place
 from prefed.runs.summary import cores
 from prefed.trackers.tools import trackers
@@ -92,7 +93,7 @@ def needs(experiment: Experiment, out: Path, *, own_data: bool = True) -> Iterat
     engine, model, privacy = experiment.engine, experiment.model, experiment.privacy
 
     def backend() -> str:
-        check_engine(engine)
+        check_engine(engine.name, engine.devices or ())
         return f"{engine.name}, {pluralize(engine.workers, 'worker', 'workers')}"
 
     yield checked("[engine]", backend)

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 from prefed.config import Experiment
-from prefed.config.settings import EngineConfig
 from prefed.core import files
-from prefed.engines import Job, check_backend, check_devices
+from prefed.engines import Job, check_engine
 from prefed.models.pretrained import check_device
 from prefed.runs.build import build_job, lockstep
 
@@ -19,7 +18,7 @@ def check_start(experiment: Experiment) -> None:
     Raises:
         WorkerError, ModelError, AccountantError, TrackerError, AlignError, JudgeError: something is missing.
     """
-    check_engine(experiment.engine)
+    check_engine(experiment.engine.name, experiment.engine.devices or ())
     check_device(experiment.model)
     if experiment.privacy.noise:
         from prefed.privacy.accountant import require
@@ -33,16 +32,6 @@ def check_start(experiment: Experiment) -> None:
         from prefed.runs.align import check_alignment
 
         check_alignment(experiment.align, experiment.data)
-
-
-def check_engine(engine: EngineConfig) -> None:
-    """Check that the package and the devices of an engine are on this machine.
-
-    Raises:
-        WorkerError: they are not.
-    """
-    check_backend(engine.name)
-    check_devices(engine.devices or ())
 
 
 def checked_job(experiment: Experiment, cache: Path) -> Job:

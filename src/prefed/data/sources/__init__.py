@@ -109,7 +109,7 @@ def read_records(
                 form, file = detect_format(row), location.file
             except RowError as error:
                 raise DataError(f"{location}: {error}") from error
-        elif setting is None and form in (FORMATS["pairs"], FORMATS["thumbs"]):
+        elif setting is None and form is not None and form.name in ("pairs", "thumbs"):
             # Pairs and thumbs in one file are distinguished, and then refused.
             pair, thumb = {"chosen", "rejected"} <= row.keys(), {"completion", "label"} <= row.keys()
             if pair != thumb:

@@ -194,13 +194,14 @@ BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings]
 """Name → constructor of a backend. ``tests/laws/test_engine_laws.py`` tests all of them."""
 
 
-def check_backend(name: str) -> None:
-    """Check that the package of a backend is installed.
+def check_engine(name: str, devices: Sequence[str]) -> None:
+    """Check that the package and the devices of an engine are on this machine.
 
     Raises:
-        WorkerError: it is not installed.
+        WorkerError: they are not.
     """
     if name == "ray" and find_spec("ray") is None:
         raise WorkerError(
             "[engine] name = 'ray' needs the package ray: install it with pip install 'prefed[ray]'"
         )
+    check_devices(devices)

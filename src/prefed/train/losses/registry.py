@@ -260,9 +260,10 @@ def objective(name: str) -> PairLoss:
     >>> objective("dpo").needs_reference, objective("sft").needs_rejected
     (True, False)
     """
-    if name not in OBJECTIVES:
+    loss = OBJECTIVES.get(name)
+    if loss is None:
         raise ValueError(f"unknown objective {name!r}{OBJECTIVES.hint(name)}")
-    return OBJECTIVES[name]
+    return loss
 
 
 def find_objective(name: str) -> ObjectiveSpec:
