@@ -19,8 +19,8 @@ __all__ = ["F", "attach", "np", "torch"]
 
 class _LazyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        value = getattr(import_module(self.__name__), name)
-        setattr(self, name, value)  # the next access is as fast as that of a module
+        # The next access is as fast as that of a module.
+        self.__dict__[name] = value = getattr(import_module(self.__name__), name)
         return value
 
 

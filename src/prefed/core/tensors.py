@@ -61,11 +61,6 @@ class Layout:
         return tuple(entry.name for entry in self.entries)
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape."""
-        return {entry.name: entry.shape for entry in self.entries}
-
-    @cached_property
     def size(self) -> int:
         """Number of elements in the buffer."""
         return sum(entry.size for entry in self.entries)

@@ -65,7 +65,7 @@ def check_upload(upload: Upload, groups: Mapping[str, Layout], dtype: torch.dtyp
         if abs(number) > LARGEST:
             raise BadUpload(upload.client, f"scalar {name!r} is {number:.3g}, outside the range of float32")
     for group, tensors in upload.tensors.items():
-        shapes = groups.get(group, Layout(())).shapes
+        shapes = {entry.name: entry.shape for entry in groups.get(group, Layout(())).entries}
         for entry in tensors.layout.entries:
             where = f"{entry.name} in group {group!r}"
             if entry.name not in shapes:
@@ -108,9 +108,10 @@ def align(uploads: Sequence[Upload], group: str, current: Tensors) -> list[Tenso
         if odd:
             which = "missing" if odd[0] in current else "unexpected"
             raise BadUpload(upload.client, f"{which} tensor {odd[0]} in group {group!r}")
-        for name, shape in current.layout.shapes.items():
-            if (sent := value.layout.shapes[name]) != shape:
-                raise BadUpload(upload.client, f"{name} has shape {sent}, not {shape}")
+        shapes = {entry.name: entry.shape for entry in value.layout.entries}
+        for entry in current.layout.entries:
+            if (shape := shapes[entry.name]) != entry.shape:
+                raise BadUpload(upload.client, f"{entry.name} has shape {shape}, not {entry.shape}")
         if value.layout.names != current.layout.names:
             value = Tensors.gather(current.layout, value)
         aligned.append(Tensors(current.layout, value.flat.to(current.flat.dtype)))
