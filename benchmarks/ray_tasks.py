@@ -12,6 +12,7 @@ import argparse
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def main() -> None:
     for name in ("in_process", "processes", "ray"):
         states = MemoryStates()
         start = time.perf_counter()
-        with BACKENDS[name](job, JobFactory("ray_tasks:build", text), states, BackendSettings(1)) as backend:
+        factory = partial(JobFactory, "ray_tasks:build", text)
+        with BACKENDS[name](job, factory, states, BackendSettings(1)) as backend:
 
             def done(count: int, backend: Any = backend) -> float:
                 started = time.perf_counter()

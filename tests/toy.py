@@ -384,7 +384,7 @@ def registered(name: str, options: str, job: Job, states: Any, workers: int = 1)
         from ray_cluster import two_nodes
 
         two_nodes()
-    return BACKENDS[name](job, JobFactory("toy:build", options), states, BackendSettings(workers))
+    return BACKENDS[name](job, lambda: JobFactory("toy:build", options), states, BackendSettings(workers))
 
 
 def run_job(

@@ -1,6 +1,7 @@
 """Rounds without a server, in this process, on the toy federation."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -188,7 +189,7 @@ def test_worker_processes_give_the_same(tmp_path):
     assert toy.outcome(tmp_path / "here") == toy.outcome(tmp_path / "there")
 
 
-FACTORY, TWO = toy.JobFactory("engines.test_neighbours:build_ring", ""), toy.BackendSettings(2)
+FACTORY, TWO = partial(toy.JobFactory, "engines.test_neighbours:build_ring", ""), toy.BackendSettings(2)
 
 
 def build_ring(text):

@@ -58,12 +58,6 @@ class Aggregator:
         """Apply the LoRA rule to the tensors shared by ``owner``; see :func:`prefed.merge.lora.ownership`."""
         return lora.ownership(self.config.lora, self.layout, owner)
 
-    def trainable(self, ownership: Ownership, round_number: int) -> tuple[str, ...]:
-        """Return the shared and personal tensors that train in a round. LoRA rules may pause shared ones."""
-        shared = ownership.names(Owner.SHARED)
-        paused = set(shared) - set(lora.trainable(self.config.lora, shared, self.layout, round_number))
-        return tuple(name for name in ownership.names(Owner.SHARED, Owner.PERSONAL) if name not in paused)
-
     def init(self, shared: Tensors, group: str = "model") -> State:
         """Return the initial server state: ``shared`` in ``group``, and the state of the server optimiser.
 

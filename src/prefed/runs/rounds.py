@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -168,7 +169,7 @@ def _tastes(
 
 def _backend(experiment: Experiment, job: Job, writer: RunWriter) -> Backend:
     engine = experiment.engine
-    factory, ray = job_factory(experiment, writer.path / "cache"), engine.ray or RayConfig()
+    factory, ray = partial(job_factory, experiment, writer.path / "cache"), engine.ray or RayConfig()
     settings = BackendSettings(
         engine.workers,
         engine.threads or 1,

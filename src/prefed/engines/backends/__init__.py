@@ -172,22 +172,23 @@ class InProcess(Backend):
         return {} if self._lockstep is None else self._lockstep.figures()
 
 
-def _ray(job: Job, factory: JobFactory, states: ClientStates, settings: BackendSettings) -> Backend:
+Factory = Callable[[], JobFactory]
+
+
+def _ray(job: Job, factory: Factory, states: ClientStates, settings: BackendSettings) -> Backend:
     from prefed.engines.backends.ray import RayActors
 
-    return RayActors(job, factory, states, settings)
+    return RayActors(job, factory(), states, settings)
 
 
-def _processes(job: Job, factory: JobFactory, states: ClientStates, settings: BackendSettings) -> Backend:
+def _processes(job: Job, factory: Factory, states: ClientStates, settings: BackendSettings) -> Backend:
     from prefed.engines.backends.processes import WorkerProcesses
 
-    return WorkerProcesses(factory, states, settings)
+    return WorkerProcesses(factory(), states, settings)
 
 
-BACKENDS: Mapping[str, Callable[[Job, JobFactory, ClientStates, BackendSettings], Backend]] = {
-    "in_process": lambda job, factory, states, settings: InProcess(
-        job, states, settings.threads, settings.lockstep
-    ),
+BACKENDS: Mapping[str, Callable[[Job, Factory, ClientStates, BackendSettings], Backend]] = {
+    "in_process": lambda job, _, states, how: InProcess(job, states, how.threads, how.lockstep),
     "processes": _processes,
     "ray": _ray,
 }

@@ -92,8 +92,10 @@ class FedAvgBase:
 
         The LoRA rule may pause some shared tensors.
         """
-        names = self._without_apart(self.aggregator.trainable(self.ownership, now.number))
-        return tuple(name for name in names if not owners or self.ownership.owners[name] in owners)
+        shared, merge = self.shared, self.aggregator
+        paused = set(shared) - set(lora.trainable(merge.config.lora, shared, merge.layout, now.number))
+        names = self._without_apart(self.ownership.names(*(owners or (Owner.SHARED, Owner.PERSONAL))))
+        return tuple(name for name in names if name not in paused)
 
     # The server
 
