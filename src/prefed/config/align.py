@@ -89,7 +89,7 @@ class JudgeOptions(ServerConfig):
     url: str = Field(URL, description="base URL of an endpoint, up to and including /v1")
     template: str = Field("plain", description="prompt of a language model: plain, mt-bench or auto-j")
     judge_tokens: int = Field(1024, ge=1, description="maximum number of tokens in a judge's answer")
-    key_variable: str = Field(OPENAI_KEY, description=_KEY_TEXT)
+    key_variable: str = Field(OPENAI_KEY, description="environment variable with an endpoint's key")
     taste: str = Field(
         "mean",
         description="a client of a synthetic dataset; for selectors with a latent taste, a taste that the "

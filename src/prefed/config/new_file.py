@@ -250,14 +250,14 @@ def example_pairs() -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def describe(record: type[Any], name: str) -> str:
+def describe(record: type[BaseModel], name: str) -> str:
     """The description of a field, or its entry under ``Attributes:`` in the class docstring.
 
     >>> from prefed.data import DataConfig
     >>> describe(DataConfig, "flip")
     'clients with chosen and rejected swapped'
     """
-    text: str | None = record.__pydantic_fields__[name].description
+    text = record.model_fields[name].description
     if text is None:
         lines = inspect.cleandoc(record.__doc__ or "").partition("Attributes:\n")[2].splitlines()
         match = re.search(rf"^    {name}: (.*(?:\n      .*)*)", "\n".join(lines), re.MULTILINE)

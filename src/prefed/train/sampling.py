@@ -6,16 +6,9 @@ from prefed.core.strict_settings import StrictModel
 
 
 class Sampling(StrictModel):
-    """Settings for sampling tokens.
+    """How a response is sampled."""
 
-    Attributes:
-        max_tokens: maximum number of tokens in a response, without its end-of-text token.
-        temperature: sampling temperature; 0 always takes the most probable token.
-        top_p: sample from the most probable tokens with this total probability.
-        top_k: sample from this many most probable tokens; 0: all.
-    """
-
-    max_tokens: int = Field(default=128, ge=1)
-    temperature: float = Field(default=0.7, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
+    max_tokens: int = Field(128, ge=1, description="maximum number of tokens in a response")
+    temperature: float = Field(0.7, ge=0, description="temperature; 0 always takes the most probable token")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from top tokens with this total probability")
+    top_k: int = Field(0, ge=0, description="sample from this many most probable tokens; 0: all")

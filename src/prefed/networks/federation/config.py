@@ -31,24 +31,15 @@ EXCHANGES = ("train", "score")
 
 @dataclass(frozen=True)
 class Terms:
-    """Settings of a hub.
-
-    Attributes:
-        wait: seconds to wait for all sites to connect.
-        at_least: number of sites that suffices to start after --wait (default: all); to resume, one is
-            enough.
-        visit: timeout of a site's task in seconds, after which the site is left out.
-        most_clients: maximum number of clients that a site may declare.
-        most_pairs: maximum number of pairs, a client's weight, that a site may declare for it.
-    """
+    """Settings of a hub. To resume a run, one site suffices."""
 
     federation: str
     sites: tuple[str, ...]
-    wait: float = Field(120.0, ge=0)
-    at_least: int | None = Field(None, ge=1)
-    visit: float = Field(600.0, ge=1)
-    most_clients: int = Field(10_000, ge=1)
-    most_pairs: int = Field(10_000_000, ge=1)
+    wait: float = Field(120.0, ge=0, description="seconds to wait for all sites to connect")
+    at_least: int | None = Field(None, ge=1, description="sites that suffice after --wait; default: all")
+    visit: float = Field(600.0, ge=1, description="timeout of a site's task in seconds; then it is left out")
+    most_clients: int = Field(10_000, ge=1, description="maximum number of clients that a site may declare")
+    most_pairs: int = Field(10_000_000, ge=1, description="maximum declared number of pairs of a client")
 
 
 def check_name(value: str) -> str:

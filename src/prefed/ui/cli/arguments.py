@@ -32,13 +32,11 @@ class Fields:
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         """One parameter per option, with the field's type, default, description and constraints."""
-        from prefed.config.new_file import describe
-
         module, _, name = self.settings.partition(":")
-        record = getattr(import_module(f"prefed.{module}"), name)
+        fields = getattr(import_module(f"prefed.{module}"), name).__pydantic_fields__
         for option, name in self.names.items():
-            field, text = record.__pydantic_fields__[name], describe(record, name)
-            help = f"{text[0].upper()}{text[1:]}."
+            field = fields[name]
+            help = f"{field.description[0].upper()}{field.description[1:]}."
             yield inspect.Parameter(
                 option,
                 inspect.Parameter.KEYWORD_ONLY,
