@@ -80,7 +80,7 @@ class Federation:
             spent.append(milliseconds)
             up, down = up + len(result.message), down + len(message)
             uploads.append(decode_upload(result.message))
-        milliseconds, self.server = timed(lambda: exchange.merge(self.server, uploads, now))
+        milliseconds, (self.server, _) = timed(lambda: exchange.merge(self.server, uploads, now))
         self.visits.append(spent)
         self.merges.append(milliseconds)
         self.sent.append((up, down))

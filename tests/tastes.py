@@ -158,7 +158,7 @@ class Federation:
                 trainer = self.client(client, number)
                 upload, self.private[client] = exchange.work(trainer, self.private[client], download)
                 uploads.append(upload)
-            self.server = exchange.merge(self.server, uploads, self.now(number))
+            self.server, _ = exchange.merge(self.server, uploads, self.now(number))
             self.uploads += uploads
         self.rounds = rounds
         return self

@@ -29,6 +29,7 @@ from prefed.core import (
     Exchange,
     Key,
     Layout,
+    Merged,
     Method,
     Objective,
     Optimizer,
@@ -198,7 +199,7 @@ def toy_method(options: Mapping[str, Any]) -> Method:
             private = private.update(values={"scored": trainer.round.number})
         return trainer.upload({}, {"score": loss}), private
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
         for upload in uploads:
             if faults.get(upload.client) == "unmerged":
                 raise BadUpload(upload.client, "not to be merged")
@@ -207,10 +208,11 @@ def toy_method(options: Mapping[str, Any]) -> Method:
             (u.tensors["model"] * (u.weight / total) for u in uploads[1:]),
             uploads[0].tensors["model"] * (uploads[0].weight / total),
         )
-        return server.update({"model": mean}, {"merges": server.values["merges"] + 1})
+        merges = server.values["merges"] + 1
+        return server.update({"model": mean}, {"merges": merges}), {"merges": merges}
 
-    def tally(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        return server.update(values={"scores": dict(scores(uploads))})
+    def tally(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
+        return server.update(values={"scores": dict(scores(uploads))}), {}
 
     def scores(uploads: Sequence[Upload]) -> Iterator[tuple[str, float]]:
         """Of those that may report."""
@@ -236,7 +238,7 @@ def toy_method(options: Mapping[str, Any]) -> Method:
                 scalars=frozenset({"score"}),
                 groups=lambda client, now: {},
             ),
-            Exchange("train", send, train, merge, figures=lambda s: {"merges": s.values["merges"]}),
+            Exchange("train", send, train, merge),
         ),
         publish=lambda server, client: Download({"model": server.tensors["model"]}),
         predict=predict,

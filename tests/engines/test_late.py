@@ -214,7 +214,7 @@ def test_a_discount_shortens_the_steps_of_fedbuff():
         replace(trainer.upload({"model": Tensors.zeros(layout) + step}), client=client)
         for client, step in (("a", 1.0), ("b", 3.0))
     ]
-    moved = aggregator.merge(server, uploads, whole.round(4)).tensors["model"]
+    moved = aggregator.merge(server, uploads, whole.round(4))[0].tensors["model"]
     assert moved.flat.tolist() == [0.5] * layout.size  # s(3) = 1/4 of the mean step 2
 
 

@@ -85,7 +85,7 @@ def test_clients_without_a_loss_and_losses_below_zero():
     rule = Aggregator(MergeConfig(weights="qffl"), PLANE, 1)
     start, losses = Tensors(PLANE, torch.zeros(2)), {"a": -3.0, "b": 2.0}
     uploads = [Upload(name, 1, {"model": start + loss}, {"loss": loss}) for name, loss in losses.items()]
-    merged = rule.merge(rule.init(start), uploads, Round(1, 9, Key(0), {"a": 1, "b": 1}))
+    merged, _ = rule.merge(rule.init(start), uploads, Round(1, 9, Key(0), {"a": 1, "b": 1}))
     assert merged.tensors["model"].flat.tolist() == [2.0, 2.0]
 
 

@@ -476,4 +476,4 @@ def test_fedsdg_weighs_updates_by_their_angle_to_the_others(alignment):
     method = make("fedsdg", GATED, alignment=alignment)
     run = simulate(method, clients, start, 1)
     close(model(run), np.array(alpha) @ moved / sum(alpha))
-    assert method.exchanges[0].figures(run.server)["aligned"] == 0.75
+    assert run.report["aligned"] == 0.75

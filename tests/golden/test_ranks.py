@@ -138,7 +138,7 @@ def test_rows_up_to_the_highest_rank_of_a_round_are_merged():
     aggregator = Aggregator(MergeConfig(ranks={"a": 1, "b": 2}, weights="uniform"), whole.layout, 2.0)
     sent = {"a": column(1.0, 0.0, 0.0), "b": column(5.0, 7.0, 0.0)}
     uploads = [Upload(client, 1.0, {"model": group}, {}, 1) for client, group in sent.items()]
-    after = aggregator.merge(aggregator.init(whole), uploads, Round(1, 2, Key(0), {"a": 1.0, "b": 1.0}))
+    after, _ = aggregator.merge(aggregator.init(whole), uploads, Round(1, 2, Key(0), {"a": 1.0, "b": 1.0}))
     assert after.tensors["model"].flat.tolist() == [3.0, 3.5, 9.0]
 
 

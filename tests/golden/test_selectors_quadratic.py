@@ -129,7 +129,7 @@ def test_equation_8_is_the_papers_sum():
     torch.testing.assert_close(run.server.tensors["model"].flat, expected, rtol=0, atol=1e-14)
     factor = 7 / 3 * sum(upload.weight for upload in run.uploads) / total
     assert abs(factor - 1) > 0.1
-    assert run.server.values["factor"] == pytest.approx(factor)
+    assert run.report["factor"] == pytest.approx(factor)
 
 
 def test_fedbis_is_the_mean_of_its_participants():

@@ -89,7 +89,7 @@ def test_the_order_of_clients_and_of_replies_changes_no_bit(problem, count, bala
     now = Round(number, 6, Key(problem["seed"]).at("round", number), weights)
     for exchange in method.exchanges:
         own_replies = [u for u in replies if bool(u.tensors) == (exchange.name == "train")]
-        server = exchange.merge(server, problem["more"].draw(st.permutations(own_replies)), now)
+        server, _ = exchange.merge(server, problem["more"].draw(st.permutations(own_replies)), now)
     assert encode(server) == encode(again.server)
 
 
@@ -102,7 +102,9 @@ def test_clusters_hold_everybody_once_and_sizes_differ_by_at_most_one(problem, c
     sizes = Counter(members.values())
     assert set(members) == set(crowd(problem["size"], START.layout.size, problem["seed"]))
     assert max(sizes.values()) - min(sizes[u] for u in range(count)) <= 1
-    lists = method.exchanges[0].figures(server)["clusters"]
+    own = [Upload(c, 1.0, {}, {f"loss_{u}": 0.5 for u in range(count)}, 1) for c in members]
+    after, report = method.exchanges[0].merge(server, own, Round(1, 6, Key(0), dict.fromkeys(members, 1.0)))
+    lists, members = report["clusters"], after.values["clusters"]
     assert sorted(client for one in lists for client in one) == sorted(members)
     assert all(members[client] == u for u, one in enumerate(lists) for client in one)
 
@@ -153,7 +155,7 @@ def test_a_client_that_claims_another_cluster_changes_nothing():
     honest = Upload(client, weights[client], {"model": START * 0.5}, {"loss": 1.0}, 4)
     claiming = dataclasses.replace(honest, scalars={"loss": 1.0, "cluster": 1 - own})
     train = method.exchanges[1]
-    after = train.merge(server, [claiming], now)
-    assert encode(after) == encode(train.merge(server, [honest], now))
+    after, _ = train.merge(server, [claiming], now)
+    assert encode(after) == encode(train.merge(server, [honest], now)[0])
     assert not after.tensors[f"selector-{own}"].equal(server.tensors[f"selector-{own}"])
     assert after.tensors[f"selector-{1 - own}"].equal(server.tensors[f"selector-{1 - own}"])

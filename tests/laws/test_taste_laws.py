@@ -145,12 +145,11 @@ def test_a_hostile_posterior_leaves_the_others_finite(pairs, value):
     (exchange,) = run.method.exchanges
     bad = run.uploads[0].tensors["posterior"]
     lying = replace(run.uploads[0], tensors={**run.uploads[0].tensors, "posterior": bad * 0 + value})
-    merge = run.method.exchanges[0].merge
-    start = run.method.init_server(run.model.initial)
+    start, merge = run.method.init_server(run.model.initial), exchange.merge
     with pytest.raises(ValueError, match="posterior"):
         merge(start, [lying, *run.uploads[1:4]], run.now(1))
     # With one upload in a round there is no median to compare it with.
-    run.server = merge(run.server, [lying], run.now(2))
+    run.server, _ = merge(run.server, [lying], run.now(2))
     upload, _ = exchange.work(
         run.client("b", 2), run.private["b"], exchange.send(run.server, "b", run.now(2))
     )
@@ -169,7 +168,8 @@ def test_a_hostile_posterior_among_the_first_leaves_the_others_finite(pairs, pro
     lying = replace(
         run.uploads[0], tensors={**run.uploads[0].tensors, "posterior": Tensors.gather(got.layout, far)}
     )
-    server = exchange.merge(run.method.init_server(run.model.initial), [lying, *run.uploads[1:]], run.now(1))
+    server = run.method.init_server(run.model.initial)
+    server, _ = exchange.merge(server, [lying, *run.uploads[1:]], run.now(1))
     assert float(server.tensors["taste"][Z].norm()) < 10
     upload, _ = exchange.work(run.client("c", 2), run.private["c"], exchange.send(server, "c", run.now(2)))
     assert all(tensors.isfinite() for tensors in upload.tensors.values())
@@ -186,7 +186,7 @@ def test_under_a_robust_rule_one_liar_does_not_move_the_populations_taste_out_of
     far = got.replace({"posterior/mean": -1e3 * honest.mean(0).sign()})
     lying = replace(run.uploads[0], tensors={**run.uploads[0].tensors, "posterior": far})
     server = run.method.init_server(run.model.initial)
-    taste = exchange.merge(server, [lying, *run.uploads[1:]], run.now(1)).tensors["taste"][Z]
+    taste = exchange.merge(server, [lying, *run.uploads[1:]], run.now(1))[0].tensors["taste"][Z]
     assert (taste >= honest.min(0).values).all()
     assert (taste <= honest.max(0).values).all()
 
@@ -200,7 +200,7 @@ def test_prototypes_that_an_upload_brings_do_not_widen_the_bound_on_its_posterio
     long = model.replace({"prototypes": 1e3 * model["prototypes"]})
     far = got.replace({"posterior/mean": torch.full((4,), 1e4)})
     lying = replace(upload, tensors={"model": long, "posterior": far})
-    server = exchange.merge(run.method.init_server(run.model.initial), [lying], run.now(1))
+    server, _ = exchange.merge(run.method.init_server(run.model.initial), [lying], run.now(1))
     assert posteriors.posteriors(server)["a"].mean.norm() <= 3 * 2.0 + 1e-5
 
 

@@ -42,15 +42,14 @@ def weighted_mean(replies: list[Upload], by: str = "samples") -> Tensors:
     layout = replies[0].tensors["model"].layout
     aggregator = Aggregator(MergeConfig(weights=by), layout, 1.0)
     now = Round(1, 1, Key(0), {reply.client: reply.weight for reply in replies})
-    return aggregator.merge(aggregator.init(Tensors.zeros(layout)), replies, now).tensors["model"]
+    return aggregator.merge(aggregator.init(Tensors.zeros(layout)), replies, now)[0].tensors["model"]
 
 
 def mass_mean(current: Tensors, replies: list[Upload], total: float) -> Tensors:
     """What a server at ``current`` makes of them where all clients together hold ``total`` pairs."""
     aggregator = Aggregator(MergeConfig(weights="mass"), current.layout, 1.0)
-    return aggregator.merge(aggregator.init(current), replies, Round(1, 1, Key(0), {"all": total})).tensors[
-        "model"
-    ]
+    now = Round(1, 1, Key(0), {"all": total})
+    return aggregator.merge(aggregator.init(current), replies, now)[0].tensors["model"]
 
 
 def mixtures(rows: Mapping[str, Mapping[str, float]], models: Mapping[str, Tensors]) -> dict[str, Tensors]:

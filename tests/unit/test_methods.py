@@ -156,7 +156,7 @@ def test_one_client_cannot_lower_everybodys_rate_under_a_robust_rule(rule, expec
     for number in range(1, 5):
         losses = {"a": 1.0, "b": 1.0, "c": 10.0**number}
         uploads = [Upload(c, 1.0, {"model": start}, {"loss": loss}, number) for c, loss in losses.items()]
-        state = exchange.merge(state, uploads, Round(number, 10, Key(0), weights))
+        state, _ = exchange.merge(state, uploads, Round(number, 10, Key(0), weights))
     assert state.values["rate"] == pytest.approx(expected)
 
 

@@ -218,7 +218,7 @@ def test_fedamp_sends_each_client_its_own_and_a_new_one_the_mean():
     rows = outcome.server.values["attention"]
     assert all(math.isclose(sum(row.values()), 1) for row in rows.values())
     assert min(weight for row in rows.values() for weight in row.values()) >= 0.05 / (1 + 0.05 * len(senders))
-    assert method.exchanges[0].figures(outcome.server)["own_weight"] == pytest.approx(
+    assert outcome.report["own_weight"] == pytest.approx(
         sum(rows[client][client] for client in rows) / len(rows)
     )
 

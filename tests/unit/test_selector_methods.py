@@ -99,7 +99,7 @@ def test_a_round_that_merges_nothing_delays_no_warm_up():
     server, train = method.init_server(START), method.exchanges[1]
     assert method.publish(server, "a").scalars["cluster"] == 0
     assert train.send(server, "a", at(2)).scalars["cluster"] == 1
-    after = train.merge(server, [sends("a", 0.1, number=2)], at(2))
+    after, _ = train.merge(server, [sends("a", 0.1, number=2)], at(2))
     assert after.values["trained"] == ["selector-1"]
     assert after.tensors["selector-0"] is server.tensors["selector-0"]
     assert method.publish(after, "a").scalars["cluster"] == 1
@@ -110,16 +110,16 @@ def test_after_a_grouping_that_came_to_nothing_all_are_placed_together():
     round's merge keeps that: each upload is in its own selector, and the next grouping shows who moved."""
     method = biscuit(cluster_mean="normalised")
     scores, train = method.exchanges
-    server = train.merge(method.init_server(START), [sends("a", 0.1)], at(2))
+    server, _ = train.merge(method.init_server(START), [sends("a", 0.1)], at(2))
     expected = {"a": 0, "b": 1, "c": 0, "d": 1}
     assert {c: train.send(server, c, at(3)).scalars["cluster"] for c in NAMES} == expected
-    after = train.merge(server, [sends("a", 0.5), sends("d", 0.7)], at(3))
+    after, _ = train.merge(server, [sends("a", 0.5), sends("d", 0.7)], at(3))
     for name, step in (("selector-0", 0.5), ("selector-1", 0.7)):
         torch.testing.assert_close(after.tensors[name].flat, START.flat + step)
     assert after.values["clusters"] == expected
     assert [method.publish(after, c).scalars["cluster"] for c in NAMES] == [0, 1, 0, 1]
     reports = [Upload(c, 2.0, {}, {"loss_0": 0.7, "loss_1": 0.5 + (c in "ab") / 2}, 6) for c in NAMES]
-    assert scores.merge(after, reports, at(6)).values["moved"] == ["b", "c"]
+    assert scores.merge(after, reports, at(6))[1]["moved"] == ["b", "c"]
 
 
 def test_a_cluster_with_too_few_uploads_keeps_its_selector():
@@ -127,13 +127,13 @@ def test_a_cluster_with_too_few_uploads_keeps_its_selector():
     method = biscuit(MergeConfig(rule="median"), cluster_mean="normalised")
     server = grouped(method, a=0, b=0, c=0, d=1)
     train = method.exchanges[1]
-    after = train.merge(server, [sends(c, s) for c, s in zip(NAMES, (0.1, 0.2, 0.4, 0.3), strict=True)], NOW)
+    uploads = [sends(c, s) for c, s in zip(NAMES, (0.1, 0.2, 0.4, 0.3), strict=True)]
+    after, figures = train.merge(server, uploads, NOW)
     torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.2)
     assert after.tensors["selector-1"] is server.tensors["selector-1"]
-    figures = train.figures(after)
     assert list(figures["selectors"]) == ["selector-0"]
     assert "needs at least 3 uploads to tolerate liars = 1, got 1" in figures["too_few"]["selector-1"]
-    assert "too_few" not in train.figures(train.merge(after, [sends(c, 0.1) for c in "abc"], NOW))
+    assert "too_few" not in train.merge(after, [sends(c, 0.1) for c in "abc"], NOW)[1]
     with pytest.raises(TooFewUploads, match=r"selector-0: .*; selector-1: "):
         train.merge(server, [sends("a", 0.1), sends("d", 0.1)], NOW)
 
@@ -151,12 +151,12 @@ def test_an_upload_is_measured_against_its_own_selector_and_the_whole_cohort():
         near = [sends(client, 0.1) for client in "abc"]
         return [*near, Upload("d", 2.0, {"model": Tensors(START.layout, far.flat + step)}, {"loss": 1.0}, 3)]
 
-    assert train.merge(server, replies(0.1), NOW).values["trained"] == ["selector-0", "selector-1"]
+    assert train.merge(server, replies(0.1), NOW)[0].values["trained"] == ["selector-0", "selector-1"]
     with pytest.raises(BadUpload, match=r"upload of client 'd'.*times the median of the round"):
         train.merge(server, replies(1e5), NOW)
     robust = biscuit(MergeConfig(rule="median"), cluster_mean="normalised")
     huge = [sends("a", 0.1), sends("b", 0.1), sends("c", 1e6)]
-    after = robust.exchanges[1].merge(grouped(robust, a=0, b=0, c=0, d=1), huge, NOW)
+    after, _ = robust.exchanges[1].merge(grouped(robust, a=0, b=0, c=0, d=1), huge, NOW)
     torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.1)
 
 
@@ -169,7 +169,7 @@ def test_an_oversized_upload_does_not_hide_behind_a_longer_one():
     uploads = [sends(client, steps[client]) for client in sorted(steps)]
     with pytest.raises(BadUpload, match=r"client 'g'.*times the median of the round"):
         method.exchanges[1].merge(server, uploads, now)
-    after = method.exchanges[1].merge(server, uploads[:-1], now)
+    after, _ = method.exchanges[1].merge(server, uploads[:-1], now)
     for name in ("selector-0", "selector-1"):
         torch.testing.assert_close(after.tensors[name].flat, START.flat + 0.1)
 
@@ -180,7 +180,7 @@ def test_norm_clip_bounds_a_client_that_is_alone_in_its_cluster():
     method = biscuit(MergeConfig(rule="norm_clip"), cluster_mean="normalised")
     server = grouped(method, a=0, b=0, c=0, d=1)
     uploads = [sends(client, step) for client, step in zip(NAMES, (0.1, 0.2, 0.3, 9.0), strict=True)]
-    after = method.exchanges[1].merge(server, uploads, NOW)
+    after, _ = method.exchanges[1].merge(server, uploads, NOW)
     torch.testing.assert_close(after.tensors["selector-1"].flat, START.flat + 0.2)
     torch.testing.assert_close(after.tensors["selector-0"].flat, START.flat + 0.5 / 3)
 
@@ -192,7 +192,7 @@ def test_each_selector_has_its_own_memory_of_the_server_optimizer():
     method = biscuit(merge, cluster_mean="normalised")
     train, server = method.exchanges[1], grouped(method, a=0, b=1)
     for _ in range(2):
-        server = train.merge(server, [sends("a", 1.0)], NOW)
+        server, _ = train.merge(server, [sends("a", 1.0)], NOW)
     torch.testing.assert_close(server.tensors["selector-0"].flat, START.flat + 1.5)
     fresh = method.init_server(START)
     others = [name for name in fresh.tensors if name.startswith("selector-1")]

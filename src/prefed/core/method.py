@@ -331,6 +331,10 @@ class ClientTrainer(Protocol):
         """Return an upload from this client in this round, weighted by ``size``."""
 
 
+Merged: TypeAlias = tuple[State, Mapping[str, Plain]]
+"""The next state of a server, and entries for the round log."""
+
+
 @dataclass(frozen=True)
 class Exchange:
     """One download to each client and one upload from each, within a round.
@@ -345,7 +349,8 @@ class Exchange:
         name: e.g. ``"train"``, ``"score"``.
         send: server state, client id and round of the request → download for the client.
         work: trainer, private state and download → upload and next private state.
-        merge: server state, uploads in any order, round → next server state.
+        merge: server state, uploads in any order, round → next server state, and entries for the round log:
+            numbers, or names such as the members of a cluster.
         to: recipients: the cohort of the round, all clients, or the neighbours of each client.
         due: round number → whether the exchange takes place in that round.
         scalars: names of the numbers in an upload, each a mean over the client's pairs; see :meth:`numbers`.
@@ -360,14 +365,12 @@ class Exchange:
             schedules with late uploads. Groups of a late upload must exist in the server state.
         max_ratio: among neighbours, do not mix two models if one norm exceeds the other by more than this
             factor; 0 for no limit.
-        figures: server state after the merge → entries for the round log: numbers, or names such as the
-            members of a cluster.
     """
 
     name: str
     send: Callable[[State, str, Round], Download]
     work: Callable[[ClientTrainer, State, Download], tuple[Upload, State]]
-    merge: Callable[[State, Sequence[Upload], Round], State]
+    merge: Callable[[State, Sequence[Upload], Round], Merged]
     to: Literal["cohort", "all", "neighbours"] = "cohort"
     due: Callable[[int], bool] = lambda number: True
     scalars: frozenset[str] = frozenset({"loss"})
@@ -376,7 +379,6 @@ class Exchange:
     origins: Mapping[str, float] = field(default_factory=dict)
     late: Literal["refused", "model", "delta"] = "refused"
     max_ratio: float = 0.0
-    figures: Callable[[State], Mapping[str, Plain]] = lambda state: {}
 
     def numbers(self, client: str, now: Round) -> frozenset[str]:
         """Return the names of the numbers in ``client``'s upload of round ``now``.

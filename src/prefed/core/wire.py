@@ -8,7 +8,7 @@ and equal messages have equal bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -67,8 +67,7 @@ def encode(message: State | Download | Upload, keep: torch.dtype | None = None) 
             flat = flat.clone()
         storages.add(flat.untyped_storage().data_ptr())
         buffers[name] = flat
-    header = {"format": FORMAT, "kind": kind, "groups": groups, **plain}
-    text = json.dumps(header, separators=(",", ":"))
+    text = json.dumps({"format": FORMAT, "kind": kind, "groups": groups, **plain}, separators=(",", ":"))
     from safetensors.torch import save
 
     data: bytes = save(buffers, {"prefed": text})
@@ -135,7 +134,7 @@ def outline_upload(data: bytes) -> tuple[dict[str, int], float, dict[str, float]
 
 
 def upload_limits(
-    client: str, groups: Mapping[str, Layout], dtype: torch.dtype, scalars: Iterable[str]
+    client: str, groups: Mapping[str, Layout], dtype: torch.dtype, scalars: Collection[str]
 ) -> tuple[int, int]:
     """Return the maximum size of an upload in bytes: of its header, and of the whole message.
 
@@ -146,9 +145,8 @@ def upload_limits(
     (True, True)
     """
     rows = {name: described(dtype, layout) for name, layout in groups.items()}
-    numbers = list(scalars)
     # The header is JSON with a JSON string inside.
-    header = len(json.dumps(json.dumps([client, rows, numbers]))) + _ROOM + _NUMBER * len(numbers)
+    header = len(json.dumps(json.dumps([client, rows, list(scalars)]))) + _ROOM + _NUMBER * len(scalars)
     header += sum(_GROUP + len(json.dumps(name)) for name in groups)
     return header, 8 + header + dtype.itemsize * sum(layout.size for layout in groups.values())
 

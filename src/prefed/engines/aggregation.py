@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from prefed.core import Exchange, Plain, Round, State, Upload
+from prefed.core import Exchange, Merged, Plain, Round, State, Upload
 from prefed.merge import BadUpload, TooFewUploads, update_norm
 
 
@@ -21,12 +21,14 @@ class Aggregation:
         uploads: the merged uploads.
         dropped: client and reason for each dropped upload.
         reason: why no upload was merged; empty if one was.
+        report: entries for the round log.
     """
 
     server: State
     uploads: Sequence[Upload]
     dropped: Sequence[tuple[str, str]]
     reason: str = ""
+    report: Mapping[str, Plain] = field(default_factory=dict)
 
 
 def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> Aggregation:
@@ -42,7 +44,7 @@ def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now:
         except TooFewUploads as error:
             return Aggregation(server, (), dropped, str(error))
         if merged is not None:
-            return Aggregation(merged, uploads, dropped)
+            return Aggregation(merged[0], uploads, dropped, report=merged[1])
         if client not in {upload.client for upload in uploads}:
             culprit = _culprit(server, uploads, exchange, now)
             client = culprit.client
@@ -54,15 +56,14 @@ def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now:
 
 def _merge(
     server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round
-) -> tuple[State | None, str, str]:
-    """The server's next state; or ``None``, a reason, and the client at fault if it is known.
+) -> tuple[Merged | None, str, str]:
+    """The result of the merge; or ``None``, a reason, and the client at fault if it is known.
 
     Raises:
         TooFewUploads: the merge rule needs more uploads.
     """
     try:
         merged = exchange.merge(server, uploads, now)
-        exchange.figures(merged)
     except (TooFewUploads, MemoryError):
         raise
     except BadUpload as error:
@@ -72,7 +73,7 @@ def _merge(
         where = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
         return None, f"the merge fails with {cause}", ""
-    broken = _broken(server, merged)
+    broken = _broken(server, *merged)
     return (merged, "", "") if broken is None else (None, f"the server's {broken!r} is NaN or infinite", "")
 
 
@@ -99,15 +100,15 @@ def _culprit(server: State, uploads: Sequence[Upload], exchange: Exchange, now: 
     return ranked[bad - 1]
 
 
-def _broken(before: State, after: State) -> str | None:
-    """The first changed group or value that is not finite."""
+def _broken(before: State, after: State, report: Mapping[str, Plain]) -> str | None:
+    """The first changed group or value, or entry of the report, that is not finite."""
     for name, group in after.tensors.items():
         if group is not before.tensors.get(name) and not group.isfinite():
             return name
     for name, value in after.values.items():
         if value is not before.values.get(name) and not _finite(value):
             return name
-    return None
+    return next((name for name, value in report.items() if not _finite(value)), None)
 
 
 def _finite(value: Plain) -> bool:

@@ -64,13 +64,12 @@ class Tally:
         self.dropped.append({"client": client, "exchange": exchange.name, "reason": text})
         return text
 
-    def add(self, exchange: Exchange, uploads: Sequence[Upload], merged: State) -> None:
+    def add(self, exchange: Exchange, uploads: Sequence[Upload], report: Mapping[str, Plain]) -> None:
         """Record the metrics of an exchange: weighted means of the uploads' scalars, and the method's."""
         sizes = (sum(group.layout.size for group in upload.tensors.values()) for upload in uploads)
         self.communicated = max(self.communicated, *sizes)
-        means = ((name, _weighted_mean(uploads, name)) for name in sorted(exchange.scalars))
-        figures: list[tuple[str, Plain]] = [*means, *exchange.figures(merged).items()]
-        for name, value in figures:
+        means: dict[str, Plain] = {name: _weighted_mean(uploads, name) for name in sorted(exchange.scalars)}
+        for name, value in [*means.items(), *report.items()]:
             if value is not None:
                 # If two exchanges have a metric of the same name, the later one is prefixed.
                 self.figures[f"{exchange.name}_{name}" if name in self.figures else name] = value

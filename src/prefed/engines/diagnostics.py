@@ -27,6 +27,7 @@ from prefed.core import (
     Download,
     Exchange,
     Layout,
+    Merged,
     Method,
     Objective,
     Owner,
@@ -71,8 +72,8 @@ class Diagnostics:
         def send(server: State, client: str, now: Round) -> Download:
             return method.publish(server, client)
 
-        def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-            return server
+        def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
+            return server, {}
 
         def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
             parts = (*download.tensors.values(), private.tensors.get("personal"))

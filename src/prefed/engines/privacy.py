@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -121,7 +122,7 @@ def merge_noised(
         mean = mean_of_sum(total, download, exchange, layouts, cohort)
     copies = [Upload(client, 1.0, mean, {}, now.number) for client in job.members[:cohort]]
     merged = aggregate(server, copies, exchange, now)
-    return Aggregation(merged.server, uploads if merged.uploads else (), (), merged.reason)
+    return replace(merged, uploads=uploads if merged.uploads else (), dropped=())
 
 
 def shared_groups(job: Job, exchange: Exchange, now: Round) -> Mapping[str, Layout]:

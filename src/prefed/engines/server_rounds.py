@@ -110,7 +110,7 @@ class ServerRounds(Course):
             text = tally.drop(exchange, client, reason)
             self.warn(now.number, f"dropped an upload of {client!r}: {text}")
         if merged.uploads:
-            tally.add(exchange, merged.uploads, merged.server)
+            tally.add(exchange, merged.uploads, merged.report)
         elif merged.reason:
             self.warn(now.number, f"{merged.reason}; the server keeps its state")
         return merged.server

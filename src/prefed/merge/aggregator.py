@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prefed.core import Entry, Key, Layout, Owner, Ownership, Plain, Round, State, Tensors, Upload
+from prefed.core import Entry, Key, Layout, Merged, Owner, Ownership, Plain, Round, State, Tensors, Upload
 from prefed.merge import lora, rules
 from prefed.merge.config import MergeConfig
 from prefed.merge.means_distances import normalize, weighted_mean
@@ -46,8 +46,9 @@ class Aggregator:
     >>> def reply(client, x, y):
     ...     return Upload(client, 1, {"model": Tensors(layout, torch.tensor([x, y]))}, sent_at=1)
     >>> now = Round(1, 10, Key(0), {"a": 1, "b": 1})
-    >>> aggregator.merge(state, [reply("a", 1.0, 0.0), reply("b", 3.0, 0.0)], now).tensors["model"].flat
-    tensor([2., 0.])
+    >>> state, report = aggregator.merge(state, [reply("a", 1.0, 0.0), reply("b", 3.0, 0.0)], now)
+    >>> state.tensors["model"].flat, report
+    (tensor([2., 0.]), {'merged': 2, 'update_norm': 2.0})
     """
 
     config: MergeConfig
@@ -87,8 +88,8 @@ class Aggregator:
         group: str = "model",
         weigh: WeightFunction | None = None,
         names: Iterable[str] | None = None,
-    ) -> State:
-        """Return the next server state.
+    ) -> tuple[State, dict[str, float]]:
+        """Return the next server state, and some of the metrics :data:`FIGURES`.
 
         Applies the robust rule, the weights with staleness discount, the LoRA rule and the server optimiser,
         in this order. Uploads without ``group`` are ignored. Tensors that are not merged keep their values,
@@ -113,7 +114,7 @@ class Aggregator:
         current = lora.without_residuals(whole.select(whole if names is None else names))
         values = align(replies, group, current)
         if not values or not current.layout.entries:
-            return state
+            return state, {}
         if all(upload.client in self.config.ranks for upload in replies):
             most = max(self.config.ranks[upload.client] for upload in replies)
             values = [lora.with_rows_above(value, most, current) for value in values]
@@ -151,14 +152,14 @@ class Aggregator:
         moved, memory = self._step(state, group, current, merged)
         figures["update_norm"] = (moved - current).norm()
         new = whole.replace(moved).replace({name: v for name, v in changes.items() if name not in moved})
-        report = {_figure_key(name, group): figures.get(name) for name in FIGURES}
-        return state.update({group: new, **memory}, {**report, **mixture})
+        report = {name: figures[name] for name in FIGURES if name in figures}
+        return state.update({group: new, **memory}, mixture), report
 
     def with_size_check(
         self,
-        merge: Callable[[State, Sequence[Upload], Round], State],
+        merge: Callable[[State, Sequence[Upload], Round], Merged],
         steps: Collection[str] = (),
-    ) -> Callable[[State, Sequence[Upload], Round], State]:
+    ) -> Callable[[State, Sequence[Upload], Round], Merged]:
         """Return ``merge``, preceded by :func:`prefed.merge.check_update_sizes` with ``max_ratio``.
 
         An oversized upload is accepted if the rule could not merge one upload fewer.
@@ -168,7 +169,7 @@ class Aggregator:
             steps: groups in which clients send the update itself.
         """
 
-        def checked(server: State, uploads: Sequence[Upload], now: Round) -> State:
+        def checked(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
             try:
                 most, scaling = self.config.max_ratio, self.scaling
                 check_update_sizes(uploads, server.tensors, most, steps, scaling)
@@ -227,11 +228,6 @@ class Aggregator:
             return mean.replace({name: mean[name].double() + more for name, more in lost})
         return mean
 
-    def figures(self, state: State, group: str = "model") -> dict[str, float]:
-        """Return the metrics of the last merge into ``group``, if any; see :data:`FIGURES`."""
-        values = {name: state.values.get(_figure_key(name, group)) for name in FIGURES}
-        return {name: value for name, value in values.items() if isinstance(value, int | float)}
-
     def _step(
         self, state: State, group: str, current: Tensors, merged: Tensors
     ) -> tuple[Tensors, dict[str, Tensors]]:
@@ -278,7 +274,3 @@ class Aggregator:
 
 def _key(name: str, group: str) -> str:
     return name if group == "model" else f"{group}.{name}"
-
-
-def _figure_key(name: str, group: str) -> str:
-    return f"merge.{_key(name, group)}"

@@ -44,7 +44,7 @@ def merge_groups(
     groups: Mapping[str, str],
     now: Round,
     names: Collection[str],
-) -> tuple[State, dict[str, str]]:
+) -> tuple[State, dict[str, dict[str, float]], dict[str, str]]:
     """Merge each upload into the server's group of its client.
 
     Groups without uploads, or with too few for the merge rule, keep their tensors.
@@ -55,7 +55,8 @@ def merge_groups(
         groups: client → group, as recorded by the server.
 
     Returns:
-        The next state of the server; and group → reason, for groups with too few uploads.
+        The next state of the server; group → metrics of its merge, sorted; and group → reason, for groups
+        with too few uploads.
 
     Raises:
         TooFewUploads: no group has enough uploads.
@@ -67,15 +68,16 @@ def merge_groups(
         members.setdefault(group, []).append(replace(upload, tensors={group: upload.tensors[SENT]}))
     _check_sizes(aggregator, state, uploads, groups, {name: len(own) for name, own in members.items()})
     aggregator = _with_one_bound(aggregator, state, members, names)
+    reports: dict[str, dict[str, float]] = {}
     short: dict[str, str] = {}
     for group in sorted(members):
         try:
-            state = aggregator.merge(state, members[group], now, group, names=names)
+            state, reports[group] = aggregator.merge(state, members[group], now, group, names=names)
         except TooFewUploads as error:
             short[group] = str(error)
     if len(short) == len(members):
         raise TooFewUploads("; ".join(f"{group}: {reason}" for group, reason in short.items()))
-    return state, short
+    return state, reports, short
 
 
 def _with_one_bound(

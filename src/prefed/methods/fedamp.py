@@ -23,6 +23,7 @@ from prefed.core import (
     ClientTrainer,
     Download,
     Layout,
+    Merged,
     Method,
     Plain,
     Proximal,
@@ -122,7 +123,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         result = trainer.train(start, fedavg.phase(trainer, download, proximal=pull))
         return fedavg.upload(trainer, result.tensors, result.loss), fedavg.keep_own(private, result.tensors)
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
         # The model of a client is its mixture with the trained tensors replaced.
         news = {
             CLIENT + upload.client: mixture(server, upload.client).replace(upload.tensors["model"])
@@ -148,16 +149,10 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             attention = distance_attention(trained, alpha=alpha, sigma=sigma)
         rows: dict[str, Plain] = {i: {**row} for i, row in attention.items()}
         after = server.update({**news, "model": mean}, {"attention": rows, "alpha": alpha})
-        return fedavg.advance(after, uploads)
+        after, own = fedavg.advance(after, uploads), [row[client] for client, row in attention.items()]
+        return after, {**lr_schedule.announce(after), "own_weight": sum(own) / len(own)}
 
-    def figures(server: State) -> dict[str, float]:
-        rows = _attention(server)
-        own = [row[client] for client, row in rows.items()]
-        return {**fedavg.figures(server), **({"own_weight": sum(own) / len(own)} if own else {})}
-
-    train = fedavg.exchange(
-        send=send, work=work, merge=merge, figures=figures, late=fedavg.late(averages=False)
-    )
+    train = fedavg.exchange(send=send, work=work, merge=merge, late=fedavg.late(averages=False))
     return fedavg.method(
         "fedamp", SOURCE, train, init_server=init_server, predict=fedavg.predict_own, personal=True
     )

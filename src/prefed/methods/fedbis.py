@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from prefed.core import Layout, Method, Round, State, Upload
+from prefed.core import Layout, Merged, Method, Round, State, Upload
 from prefed.merge import Aggregator
 from prefed.merge.config import PRODUCT_RULES
 from prefed.methods.base import FedAvgBase, SelectorSettings, lora_parts
@@ -55,17 +55,17 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         )
     fedavg = FedAvgBase.of(settings, aggregator, rounds)
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        merged = fedavg.merge(server, uploads, now)
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
+        merged, report = fedavg.merge(server, uploads, now)
         if settings.mean == "normalised":
-            return merged
+            return merged, report
         # Eq. 8 is the normalised mean times the sum of its weights.
         masses = sum(upload.weight for upload in uploads) / sum(now.weights.values())
         factor = len(now.weights) / len(uploads) * masses
         model = merged.tensors["model"]
         scaled = model.select(fedavg.share(model, now)) * factor
-        return merged.update({"model": model.replace(scaled)}, {"factor": factor})
+        return merged.update({"model": model.replace(scaled)}), {**report, "factor": factor}
 
     late = fedavg.late(averages=settings.mean == "normalised")
-    train = fedavg.exchange(merge=merge, figures=lambda server: fedavg.figures(server, "factor"), late=late)
+    train = fedavg.exchange(merge=merge, late=late)
     return fedavg.method("fedbis", SOURCE, train)

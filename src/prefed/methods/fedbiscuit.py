@@ -30,6 +30,7 @@ from prefed.core import (
     Download,
     Exchange,
     Layout,
+    Merged,
     Method,
     Owner,
     Plain,
@@ -85,7 +86,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         _log.warning("fedbiscuit: warm-up takes %d rounds of %d, and %s", warmup, rounds, advice)
 
     def init_server(initial: Tensors) -> State:
-        values = {**lr_schedule.begin(settings), "clusters": {}, "trained": [], "too_few": {}}
+        values = {**lr_schedule.begin(settings), "clusters": {}, "trained": []}
         return State(selectors.init(initial), values)
 
     def cluster(server: State, client: str, clients: Collection[str]) -> int:
@@ -105,14 +106,11 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         losses = map(clustering.cut, selectors.measure(trainer, private, download, "validation"))
         return trainer.upload({}, dict(zip(selectors.losses, losses, strict=True))), private
 
-    def group(server: State, uploads: Sequence[Upload], now: Round) -> State:
+    def group(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
         reports = {u.client: [u.scalars[name] for name in selectors.losses] for u in uploads if u.scalars}
         grouping = clustering.regroup(reports, _clusters(server), now.weights, len(names), settings.balance)
-        return server.update(values=grouping)
-
-    def group_figures(server: State) -> dict[str, Plain]:
-        report = {name: server.values[name] for name in ("moved", "selector_losses", "balance_gap")}
-        return {"clusters": clustering.members(_clusters(server), len(names)), **report}
+        server = server.update(values={"clusters": grouping["clusters"]})
+        return server, {**grouping, "clusters": clustering.members(_clusters(server), len(names))}
 
     def send(server: State, client: str, now: Round) -> Download:
         own = selector(server, client, now)
@@ -120,22 +118,18 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             {"model": server.tensors[names[own]]}, {**lr_schedule.announce(server), "cluster": own}
         )
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
         # The server knows which selector each client received; the upload has no influence on it.
         warming = now.number <= warmup
         groups = {upload.client: names[selector(server, upload.client, now)] for upload in uploads}
         rule, trainable = aggregator if warming else by_cluster, fedavg.trainable(now, Owner.SHARED)
-        merged, short = merge_groups(rule, server, uploads, groups, now, trainable)
-        trained: list[Plain] = [*sorted({*groups.values()} - {*short})]
-        report: dict[str, Plain] = {"trained": trained, "too_few": {**short}}
+        merged, reports, short = merge_groups(rule, server, uploads, groups, now, trainable)
         placed = {} if warming else clustering.place(now.weights, _clusters(server), len(names))
-        report["clusters"] = {**placed}
-        return fedavg.advance(merged.update(values=report), uploads)
-
-    def figures(server: State) -> dict[str, Plain]:
-        trained, short = cast("list[str]", server.values["trained"]), server.values["too_few"]
-        own: dict[str, Plain] = {name: {**aggregator.figures(server, name)} for name in trained}
-        return {"selectors": own, **({"too_few": short} if short else {}), **lr_schedule.announce(server)}
+        values: dict[str, Plain] = {"trained": [*reports], "clusters": {**placed}}
+        after = fedavg.advance(merged.update(values=values), uploads)
+        own: dict[str, Plain] = {name: {**report} for name, report in reports.items()}
+        too_few: dict[str, Plain] = {"too_few": {**short}} if short else {}
+        return after, {"selectors": own, **too_few, **lr_schedule.announce(after)}
 
     def publish(server: State, client: str) -> Download:
         known, trained = _clusters(server), cast("list[str]", server.values["trained"])
@@ -154,11 +148,10 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         scalars=frozenset(selectors.losses),
         over="validation",
         groups=lambda client, now: {},
-        figures=group_figures,
     )
     # merge_groups checks the sizes of updates, each relative to its own selector. Late uploads are refused
     # because clusters change.
-    train = replace(fedavg.exchange(send=send, figures=figures), merge=merge, late="refused")
+    train = replace(fedavg.exchange(send=send), merge=merge, late="refused")
     return fedavg.method(
         "fedbiscuit",
         SOURCE,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from prefed.core import Entry, Layout, Method, Penalty, Round, State, Tensors, Upload
+from prefed.core import Entry, Layout, Merged, Method, Penalty, Round, State, Tensors, Upload
 from prefed.merge import Aggregator, alignment_weights
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
@@ -112,7 +112,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     rates |= fedavg.rates(gate=settings.gate_lr)
     changes: dict[str, Any] = {"rates": rates, "penalties": penalties if second else ()}
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
         if settings.alignment == "off":
             return fedavg.merge(server, uploads, now)
         weights: dict[str, float] = {}
@@ -121,16 +121,15 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             weights.update(alignment_weights(updates, leave_one_out=settings.alignment == "leave_one_out"))
             return weights
 
-        merged = fedavg.merge(server, uploads, now, weigh)
+        merged, report = fedavg.merge(server, uploads, now, weigh)
         aligned = sum(weight > 0 for weight in weights.values()) / max(len(weights), 1)
-        return merged.update(values={"aligned": aligned})
+        return merged, {**report, "aligned": aligned}
 
     # The cosine is only defined for updates from a common starting point.
     late = fedavg.late(averages=settings.alignment == "off")
     train = fedavg.exchange(
         work=partial(fedavg.work, **changes),
         merge=merge,
-        figures=lambda server: fedavg.figures(server, "aligned"),
         late=late,
     )
     profile = (lambda private: {"gate": gates(private, layout)}) if logits else None

@@ -27,6 +27,7 @@ from prefed.core import (
     Download,
     Entry,
     Layout,
+    Merged,
     Method,
     Objective,
     Plain,
@@ -147,21 +148,19 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         after = tastes.keep(private, result.tensors)
         return upload, after if result.auxiliary is None else after.update({TRUST: result.auxiliary})
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        merged = tastes.merge(server, uploads, now)
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
+        merged, report = tastes.merge(server, uploads, now)
         known = {client: posterior.mean for client, posterior in posteriors(merged).items()}
         if not settings.prototypes or not known:
-            return merged
+            return merged, report
         prototypes = merged.tensors[tastes.group][PROTOTYPES]
         key = now.key.at(PROTOTYPES)
         labels = assign_prototypes(known, prototypes, key, balanced=settings.balanced)
-        return merged.update(values={"labels": {**labels}})
-
-    def figures(server: State) -> dict[str, Plain]:
-        labels, groups = _labels(server), dict[str, Plain]()
-        for number in range(layout[PROTOTYPES].shape[0] if settings.prototypes else 0):
-            groups[str(number)] = [client for client in labels if labels[client] == number]
-        return {**tastes.figures(server), **({"prototypes": groups} if labels else {})}
+        groups: dict[str, Plain] = {
+            str(number): [client for client in labels if labels[client] == number]
+            for number in range(len(prototypes))
+        }
+        return merged.update(values={"labels": {**labels}}), {**report, "prototypes": groups}
 
     def trust(private: State, server: State, client: str) -> dict[str, float]:
         peers = peers_of(server, client, latest=settings.prior_from == "last_round")
@@ -172,7 +171,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         members = cast("list[str]", server.values["members"])
         return {name: weight for name, weight in zip(members, weights, strict=True) if weight > 0}
 
-    train = tastes.exchange(send=send, work=work, merge=merge, figures=figures)
+    train = tastes.exchange(send=send, work=work, merge=merge)
     return tastes.taste_method("fedvpa", SOURCE, train, trust=trust if mixture else None)
 
 

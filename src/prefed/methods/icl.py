@@ -19,6 +19,7 @@ from prefed.core import (
     Download,
     Exchange,
     Layout,
+    Merged,
     Method,
     Objective,
     Owner,
@@ -60,8 +61,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
     def work(trainer: ClientTrainer, private: State, download: Download) -> tuple[Upload, State]:
         return trainer.upload({}), private
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        return server
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
+        return server, {}
 
     def shown(trainer: ClientTrainer, count: int) -> Tensors:
         start = trainer.assemble()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefed.core import ClientTrainer, Download, Layout, Method, Round, State, Tensors, Upload
+from prefed.core import ClientTrainer, Download, Layout, Merged, Method, Round, State, Tensors, Upload
 from prefed.merge import Aggregator
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts, lr_schedule
 
@@ -37,8 +37,9 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         upload, state = fedavg.work(trainer, private, download)
         return trainer.upload({}, upload.scalars), state
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        return fedavg.advance(server, uploads)
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
+        server = fedavg.advance(server, uploads)
+        return server, lr_schedule.announce(server)
 
     def publish(server: State, client: str) -> Download:
         return Download()
@@ -48,7 +49,6 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         work=work,
         merge=merge,
         groups=lambda client, now: {},
-        figures=lr_schedule.announce,
         late=fedavg.late(averages=False),
     )
     return fedavg.method("local", SOURCE, train, init_server=init_server, publish=publish)

@@ -19,6 +19,7 @@ from prefed.core import (
     ClientTrainer,
     Download,
     Layout,
+    Merged,
     Method,
     Owner,
     Proximal,
@@ -92,10 +93,10 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             w = _towards(w, theta.select(trainable), settings.outer_lr * settings.lam)
         return trainer.upload({"model": w}, {"loss": loss}), fedavg.keep_own(private, theta)
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
-        merged, before = fedavg.merge(server, uploads, now), server.tensors["model"]
-        mixed = _towards(before, merged.tensors["model"], settings.server_mixing)
-        return merged.update({"model": mixed})
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
+        merged, report = fedavg.merge(server, uploads, now)
+        mixed = _towards(server.tensors["model"], merged.tensors["model"], settings.server_mixing)
+        return merged.update({"model": mixed}), report
 
     adapt = partial(fedavg.adapt, pull=settings.lam)
     train = fedavg.exchange(work=work, merge=merge, late=fedavg.late(averages=settings.server_mixing == 1))

@@ -22,7 +22,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prefed.core import ClientTrainer, Download, Layout, Method, Owner, Round, State, Tensors, Upload
+from prefed.core import ClientTrainer, Download, Layout, Merged, Method, Owner, Round, State, Tensors, Upload
 from prefed.merge import Aggregator, sort_uploads
 from prefed.methods.base import FedAvgBase, LocalSettings, lora_parts
 
@@ -97,7 +97,7 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
         upload = trainer.upload({"model": after, "control": c_next - c_i}, {"loss": result.loss})
         return upload, fedavg.keep(private, result.tensors).update({"control": control})
 
-    def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
+    def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
         # c is the mean Σ p_i c_i over all N clients, with p_i = 1/N for uniform weights.
         replies, everyone = sort_uploads(uploads), sum(now.weights.values())
         if aggregator.config.weights == "uniform":
@@ -109,7 +109,8 @@ def build(settings: Settings, layout: Layout, aggregator: Aggregator, rounds: in
             [upload.tensors["control"] for upload in replies], shares
         ):
             control = control.replace(control.select(change) + change * share)
-        return fedavg.merge(server, uploads, now).update({"control": control})
+        merged, report = fedavg.merge(server, uploads, now)
+        return merged.update({"control": control}), report
 
     def groups(client: str, now: Round) -> dict[str, Layout]:
         (model,) = fedavg.groups(client, now).values()

@@ -325,7 +325,7 @@ def _marked_messages(
                 reason = validate_upload(upload, client, exchange, method.ownership, start, now)
                 _require(not reason, f"{problem}: a server refuses an upload: {reason}")
                 uploads.append(upload)
-            server = exchange.merge(server, uploads, now)
+            server, _ = exchange.merge(server, uploads, now)
         for client in clients:
             yield encode(method.publish(server, client))
 

@@ -26,6 +26,7 @@ from prefed.core import (
     Ownership,
     Phase,
     PhaseResult,
+    Plain,
     Privacy,
     Round,
     State,
@@ -280,7 +281,7 @@ def _extra(phase: Phase, name: str, value: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """The states after the last round of a run, and all its messages and phases."""
+    """The states after the last round of a run, its last report, and all its messages and phases."""
 
     server: State
     private: dict[str, State]
@@ -288,6 +289,7 @@ class Run:
     uploads: list[Upload] = field(default_factory=list)
     downloads: list[Download] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
+    report: Mapping[str, Plain] = field(default_factory=dict)
 
     def models(
         self, method: Method, clients: Mapping[str, Quadratic], initial: Tensors
@@ -359,7 +361,7 @@ def simulate(
                 run.downloads.append(download)
                 run.phases += trainer.phases
             sent = [withhold_scalars(upload, upload.client, exchange, now) for upload in uploads]
-            run.server = exchange.merge(run.server, order(sent), now)
+            run.server, run.report = exchange.merge(run.server, order(sent), now)
             run.uploads += uploads
         run.round = number
     return run

@@ -16,6 +16,7 @@ from prefed.core import (
     Entry,
     Exchange,
     Layout,
+    Merged,
     Method,
     Owner,
     Ownership,
@@ -110,11 +111,15 @@ class FedAvgBase:
 
     def merge(
         self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
-    ) -> State:
-        """Merge the φ_i into φ: by default their mean, weighted by n_i."""
+    ) -> Merged:
+        """Merge the φ_i into φ: by default their mean, weighted by n_i.
+
+        The report has the metrics of the merge rule, and the factor of a plateau schedule.
+        """
         names = self.trainable(now, Owner.SHARED)
-        merged = self.aggregator.merge(server, uploads, now, self.group, weigh, names)
-        return self.advance(merged, uploads)
+        merged, report = self.aggregator.merge(server, uploads, now, self.group, weigh, names)
+        server = self.advance(merged, uploads)
+        return server, {**report, **lr_schedule.announce(server)}
 
     def advance(self, server: State, uploads: Sequence[Upload]) -> State:
         """Advance the learning-rate schedule by one round."""
@@ -123,16 +128,6 @@ class FedAvgBase:
     def publish(self, server: State, client: str) -> Download:
         """Return φ, for predictions."""
         return Download({self.group: server.tensors[self.group]})
-
-    def figures(self, server: State, *names: str) -> dict[str, float]:
-        """Return metrics for the round log.
-
-        They are those of the merge rule, the factor of a plateau schedule, and the values ``names`` of the
-        state that are numbers.
-        """
-        values = ((name, server.values.get(name)) for name in names)
-        more = {name: value for name, value in values if isinstance(value, float)}
-        return {**self.aggregator.figures(server, self.group), **lr_schedule.announce(server), **more}
 
     # The client
 
@@ -263,7 +258,6 @@ class FedAvgBase:
             "work": self.work,
             "merge": self.merge,
             "groups": self.groups,
-            "figures": self.figures,
             "late": self.late(),
             "origins": dict.fromkeys(steps, 0.0),
         }

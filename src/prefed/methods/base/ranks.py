@@ -16,6 +16,7 @@ from prefed.core import (
     Entry,
     Exchange,
     Layout,
+    Merged,
     Method,
     Owner,
     Round,
@@ -73,7 +74,7 @@ def with_ranks(method: Method, ranks: Mapping[str, int], layout: Layout) -> Meth
             upload, after = exchange.work(trainer, private, received)
             return replace(upload, tensors=cut(upload.tensors, trainer.client)), after
 
-        def merge(server: State, uploads: Sequence[Upload], now: Round) -> State:
+        def merge(server: State, uploads: Sequence[Upload], now: Round) -> Merged:
             padded = [replace(upload, tensors=pad(upload.tensors)) for upload in uploads]
             return exchange.merge(server, padded, now)
 

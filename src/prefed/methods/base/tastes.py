@@ -22,6 +22,7 @@ from prefed.core import (
     Entry,
     Exchange,
     Layout,
+    Merged,
     Method,
     Owner,
     PhaseResult,
@@ -255,12 +256,13 @@ class Tastes(FedAvgBase):
 
     def merge(
         self, server: State, uploads: Sequence[Upload], now: Round, weigh: WeightFunction | None = None
-    ) -> State:
+    ) -> Merged:
         """Merge the φ_i into φ, and store the new posteriors.
 
         The population taste is the mean of the last μ̄ of all clients or, under robust rules, their median.
+        With two or more posteriors, the report has the number of active units.
         """
-        merged = super().merge(server, uploads, now, weigh)
+        merged, report = super().merge(server, uploads, now, weigh)
         received = {
             upload.client: Posterior(*upload.tensors[POSTERIOR].values())
             for upload in uploads
@@ -271,18 +273,15 @@ class Tastes(FedAvgBase):
         longest = 0.0 if prototypes is None else float(prototypes.norm(dim=1).max())
         known = newest(merged, received, longest)
         if not known:
-            return merged
+            return merged, report
         means = torch.stack([posterior.mean for posterior in known.values()]).double()
         robust = self.aggregator.config.rule != "mean"
         center = torch.quantile(means, 0.5, dim=0) if robust else means.mean(0)
         taste = server.tensors[POPULATION].replace({Z: center})
-        return keep(merged, known, received, now).update({POPULATION: taste})
-
-    def figures(self, server: State, *names: str) -> dict[str, float]:
-        """Return the metrics of the base and, with two or more posteriors, the number of active units."""
-        means = [posterior.mean for posterior in posteriors(server).values()]
-        active = {"active_units": active_units(torch.stack(means))} if len(means) > 1 else {}
-        return {**super().figures(server, *names), **active}
+        merged = keep(merged, known, received, now).update({POPULATION: taste})
+        kept = [posterior.mean for posterior in posteriors(merged).values()]
+        active = {"active_units": active_units(torch.stack(kept))} if len(kept) > 1 else {}
+        return merged, {**report, **active}
 
     def exchange(self, name: str = "train", *, steps: Collection[str] = (), **changes: Any) -> Exchange:
         """Return an exchange in which clipping measures log σ̄² from ``CENTER``."""
