@@ -103,7 +103,7 @@ class Attacked:
 
     def __enter__(self) -> Attacked:
         path = os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")])
-        self._changes = [patch.dict(os.environ, {"PYTHONPATH": path})]
+        self._changes: list[Any] = [patch.dict(os.environ, {"PYTHONPATH": path})]
         if not self.guarded:
             start = processes.START.replace(processes.GUARDED, BARE)
             self._changes.append(patch.multiple(processes, START=start, WITHIN={"host": "localhost"}))

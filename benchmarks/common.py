@@ -9,18 +9,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 import transformers
 from peft import LoraConfig
 
-from prefed.data import DataConfig, Encoder, Pair, PolicyEncoder, Record, Template
+from prefed.data import DataConfig, Encoder, Pair, PolicyEncoder, Record, Template, TokenSet
 from prefed.data.encoding import Encoded
 from prefed.data.errors import ErrorCollector
 from prefed.data.sources import ReadCounts, read_records
 from prefed.models.matmul import matmul
+
+if TYPE_CHECKING:
+    from prefed.engines import Job
+    from prefed.train.pair_trainer import PairTrainerFactory
 
 T = TypeVar("T")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -30,22 +34,20 @@ DATA = SHARED / "data" / "hh_harmless.train.jsonl.gz"
 TOKENIZER = SHARED / "models" / "tiny-lm"
 
 
-class Pairs:
-    """Tokenised pairs in memory, with the face of a ``TokenSet``."""
-
-    letters: tuple[int, int] | None = None
+class Pairs(TokenSet):
+    """Tokenised pairs in memory."""
 
     def __init__(self, pairs: list[Pair]) -> None:
-        self._pairs = pairs
+        self._pairs, self.letters = pairs, None
         self.lengths = np.array([[len(p.prompt), len(p.chosen), len(p.rejected)] for p in pairs], np.int32)
         self.margins = np.full(len(pairs), np.nan, np.float32)
 
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def pair(self, row: int) -> Pair:
+    def pair(self, index: int, other: int | None = None) -> Pair:
         """One pair."""
-        return self._pairs[row]
+        return self._pairs[index]
 
 
 def records(path: Path) -> Iterator[Record]:
@@ -97,6 +99,14 @@ def load_pairs(path: Path, tokenizer: Path, max_length: int, limit: int) -> Pair
     encode = transformers.AutoTokenizer.from_pretrained(tokenizer)
     encoder = PolicyEncoder(encode, Template(encode), max_length=max_length, too_long="drop")
     return Pairs(encoded(path, encoder, limit))
+
+
+def trainers_of(job: Job) -> PairTrainerFactory:
+    """The data and the model of a job that was built in this process."""
+    from prefed.train.pair_trainer import PairTrainerFactory
+
+    assert isinstance(job.trainers, PairTrainerFactory)
+    return job.trainers
 
 
 def parse_with_model(parser: argparse.ArgumentParser, default: str) -> argparse.Namespace:

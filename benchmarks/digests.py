@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from common import cpu_ms, shape
 from many_clients import write_data
@@ -47,12 +48,13 @@ def rounds_of(folder: Path, args: argparse.Namespace, spent: Spent) -> list[tupl
     """Each round's CPU milliseconds, those of its digests, and the bytes that these were of."""
     from prefed import Experiment, run
     from prefed.core import Callback
+    from prefed.core.records import RoundRecord
 
     class Clock(Callback):
         def on_run_begin(self, done: int, rounds: int) -> None:
             self.marks = [self.mark()]
 
-        def on_round_end(self, record: dict[str, Any]) -> None:
+        def on_round_end(self, record: RoundRecord) -> None:
             self.marks.append(self.mark())
 
         def mark(self) -> tuple[float, float, int]:
@@ -84,6 +86,7 @@ def rounds_of(folder: Path, args: argparse.Namespace, spent: Spent) -> list[tupl
 def commit_of(folder: Path, clients: int, cohort: int) -> tuple[float, float, int, int]:
     """CPU milliseconds of writing ``COMMIT.json`` with digests and without, and its bytes each way."""
     from prefed.core import files
+    from prefed.core.records import RoundRecord
     from prefed.store import RunWriter
     from prefed.store.commit import write_commit
 
@@ -95,8 +98,10 @@ def commit_of(folder: Path, clients: int, cohort: int) -> tuple[float, float, in
             for name in part:
                 store.states.stage(name, b"state")
             store.states.accept(part)
-            store.finish_round(b"", {"round": store.round + 1}, {"bytes_up": 1})
+            record: RoundRecord = {"round": store.round + 1, "bytes_up": 1, "bytes_down": 1}
+            store.finish_round(b"", record, {"bytes_up": 1})
         commit = store.commit
+    assert commit is not None
     files.sync = sync
     path = folder / "store/checkpoint"
     content = {name: value for name, value in vars(commit).items() if name not in ("digests", "settings")}
@@ -130,11 +135,11 @@ def main() -> None:
     from prefed.models.tiny import make_tiny
 
     torch.set_num_threads(1)
-    spent = Spent()
-    files.digest = spent.counted(files.digest, len)
-    opened = Spent()
-    files.file_digest = opened.counted(files.file_digest, lambda path: path.stat().st_size)
-    with tempfile.TemporaryDirectory() as name:
+    spent, opened = Spent(), Spent()
+    digest = spent.counted(files.digest, len)
+    of_file = opened.counted(files.file_digest, lambda path: path.stat().st_size)
+    counted = patch.multiple(files, digest=digest, file_digest=of_file)
+    with counted, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_tiny(folder / "model", synthetic.corpus(Key(7), 300), Key(7), steps=10)
         if args.shape:

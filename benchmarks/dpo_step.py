@@ -62,6 +62,7 @@ from prefed.engines.backends import peak_memory_mb
 from prefed.models import LoraSettings, ModelConfig, make_backbone
 from prefed.models.families import FAMILIES
 from prefed.train import PairTrainer
+from prefed.train.feedback.pairs import PairScores
 from prefed.train.logprobs import BLOCK
 
 BETA, LR, RANK = 0.1, 1e-4, 8
@@ -82,7 +83,7 @@ class Prefed:
         lora = LoraSettings(rank=RANK, alpha=16, dropout=0.0)
         config = ModelConfig(name="model", lora=lora, dtype="bfloat16" if bf16 else "float32", **settings)
         self.backbone = make_backbone(model, None, config, Key(0))
-        self.trainer = PairTrainer(self.backbone, pairs)  # type: ignore[arg-type]
+        self.trainer = PairTrainer(self.backbone, pairs)
         self.everything = np.arange(len(pairs))
         self.trainer.references.fill_training(self.everything, self.everything)
         self.parts = Ownership.of(self.backbone.layout, lambda entry: Owner.SHARED)
@@ -92,7 +93,9 @@ class Prefed:
     @property
     def reference(self) -> np.ndarray:
         """``[n, 2]`` log-probabilities of the responses by the reference."""
-        return self.trainer.score(self.backbone.initial, self.everything).reference
+        scores = self.trainer.score(self.backbone.initial, self.everything)
+        assert isinstance(scores, PairScores)
+        return scores.reference
 
     def step(self, rows: np.ndarray) -> float:
         """Collate, forward, backward, clip, step; the loss."""

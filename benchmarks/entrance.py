@@ -120,7 +120,7 @@ def certified(place: Attacked, name: str, days: int, folder: Path) -> ssl.SSLCon
     for extension in was.extensions:
         made = made.add_extension(extension.value, extension.critical)
     path = place.folder / f"{name}-{days}.crt"
-    signed = made.sign(key, hashes.SHA256())  # type: ignore[arg-type]
+    signed = made.sign(key, hashes.SHA256())
     path.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     side = ssl.PROTOCOL_TLS_SERVER if name == "server" else ssl.PROTOCOL_TLS_CLIENT
     context = ssl.SSLContext(side)

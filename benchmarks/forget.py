@@ -145,7 +145,8 @@ def cost(args: argparse.Namespace) -> None:
     names = sorted({number for rows in found.values() for number in rows})
     print("| kept | " + " | ".join(map(str, names)) + " |\n|" + "---|" * (len(names) + 1))
     for keep, rows in found.items():
-        cells = (f"{n}" if share is None else f"{n} ({share:.2f})" for n, share in map(rows.get, names))
+        found_of = (rows[number] for number in names)
+        cells = (f"{n}" if share is None else f"{n} ({share:.2f})" for n, share in found_of)
         print(f"| {keep} | " + " | ".join(cells) + " |")
     if args.out is not None:
         draw(found, rounds, args.out)
@@ -179,6 +180,7 @@ def disclosure(seed: int) -> None:
     from prefed.runs.disclosure import membership
     from prefed.runs.forget import forget
     from prefed.runs.loaded_run import load_run
+    from prefed.train.feedback.pairs import PairScores
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -211,6 +213,7 @@ def disclosure(seed: int) -> None:
         for when, model in models.items():
             for who, name in names.items():
                 scores = trainer.score(model, data[name].train)
+                assert isinstance(scores, PairScores)
                 margins[when, who] = np.subtract(*(scores.policy - scores.reference).T)
         for who in names:
             margins["before - after", who] = margins["before", who] - margins["after", who]

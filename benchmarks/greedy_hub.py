@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from attacked import HEAD, PATIENCE, free_port, logged, print_row
+from common import trainers_of
 from membership import score
 
 from prefed.config import Experiment, to_toml
@@ -42,8 +43,8 @@ from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.federate import experiment_for_sites
 from prefed.networks.federation.flare.kits import Kits, Project, make_kits
 from prefed.networks.federation.flare.transport import FlareTransport
-from prefed.networks.federation.hub import SiteError, Sites
-from prefed.networks.federation.messages import FORMAT, VERSION
+from prefed.networks.federation.hub import Sites
+from prefed.networks.federation.messages import FORMAT, VERSION, SiteError
 from prefed.networks.federation.privacy_ledger import Releases, epsilon_of
 from prefed.networks.federation.unix_socket import pack, unpack
 from prefed.runs.build import assemble_job, build_job, build_trainers
@@ -456,7 +457,7 @@ def sides(place: Place) -> Iterator[Row]:
             before = initial.replace(*sent.tensors.values())
             after = initial.replace(*decode_upload(body).tensors.values())
             update = (after - before).flat.double()
-            for row in known.job.trainers.dataset.clients[client].train:
+            for row in trainers_of(known.job).dataset.clients[client].train:
                 slope, _ = score(known.job, client, int(row), before, after, update, known.goal)
                 right.append(slope > 0)
         shares[site] = f"{mean(right):.0%} of {len(right)} pairs"
@@ -510,7 +511,8 @@ def bait(place: Place) -> Iterator[Row]:
     )
     own = build_job(asked.model_copy(update={"model": asked.model.model_copy(update={"revision": None})}),
                     place.folder / "bait-cache")  # fmt: skip
-    common = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": secrets.token_hex(8)}
+    common: dict[str, Any] = {"format": FORMAT, "prefed": VERSION, "federation": "wards"}
+    common["run"] = secrets.token_hex(8)
 
     def ask(**header: Any) -> dict[str, Any]:
         return unpack(place.transport.call("open", pack(**common, **header), PATIENCE, 1 << 24))[0]
@@ -519,7 +521,7 @@ def bait(place: Place) -> Iterator[Row]:
     reported = ask(kind="start", members=sorted(clients), unseen=[])["fingerprint"]["model"]
     plain = Asked(place, "open")
     same = reported == plain.job.trainers.fingerprint["model"] and clients == plain.clients
-    counts = {name: size.train for name, size in own.trainers.dataset.sizes.items()}
+    counts = {name: size.train for name, size in trainers_of(own).dataset.sizes.items()}
     differs = own.trainers.fingerprint["model"] != reported
     yield (
         "an experiment names data and a model at paths of the hub's choice",

@@ -56,9 +56,8 @@ def stretched(factor: float) -> Lie:
     def lie(upload: Upload, download: Download, exchange: Exchange) -> Upload:
         groups = {}
         for name, group in upload.tensors.items():
-            sent = download.tensors.get(name)
-            steps = name in exchange.origins or sent is None
-            start = {n: torch.zeros_like(t) if steps else sent[n] for n, t in group.items()}
+            sent = None if name in exchange.origins else download.tensors.get(name)
+            start = {n: torch.zeros_like(t) if sent is None else sent[n] for n, t in group.items()}
             groups[name] = group.replace({n: start[n] + factor * (t - start[n]) for n, t in group.items()})
         return replace(upload, tensors=groups)
 

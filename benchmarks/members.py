@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from attacked import BARE, HEAD, PATIENCE, free_port, print_row
@@ -122,10 +123,11 @@ class Members:
 
     def __enter__(self) -> Members:
         here = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
-        self.changes = [patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(here)})]
+        self.changes: list[Any] = [patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(here)})]
         if not self.guarded:
             start = processes.START.replace(processes.GUARDED, BARE)
-            bare = {"START": start, "WITHIN": {"host": "localhost"}, "CONTROLLER": "barrier.Barrier"}
+            bare: dict[str, Any] = {"START": start, "WITHIN": {"host": "localhost"}}
+            bare["CONTROLLER"] = "barrier.Barrier"
             allowed = ("barrier.Barrier", *processes.ALLOWED)
             self.changes += [patch.multiple(processes, **bare), patch.object(made, "ALLOWED", allowed)]
         for change in self.changes:

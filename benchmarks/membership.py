@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from common import SHARED, TOKENIZER
+from common import SHARED, TOKENIZER, trainers_of
 
 from prefed.config import Experiment
 from prefed.core import Key, Objective, Tensors
@@ -105,7 +105,7 @@ def clients(args: argparse.Namespace, pairs: int, steps: int, seed: int) -> Iter
 
 def attack(job: Job, client: str, states: ClientStates, others: int, goal: Objective) -> list[float]:
     """What the server makes of one client's first upload."""
-    method, place = job.method, job.trainers
+    method, place = job.method, trainers_of(job)
     sent = method.exchanges[0].send(method.init_server(place.initial), client, job.round(1))
     result = run_task(job, Task("visit", client, 1, "train", encode(sent)), states)
     before = place.initial.replace(*sent.tensors.values())
@@ -125,7 +125,7 @@ def score(
     job: Job, client: str, row: int, before: Tensors, after: Tensors, update: torch.Tensor, goal: Objective
 ) -> tuple[float, float]:
     """How far the update goes down the loss of one candidate: in slope, and in the loss itself."""
-    visit = job.trainers.trainer(client, job.round(1), Key(0), job.method.ownership)
+    visit = trainers_of(job).trainer(client, job.round(1), Key(0), job.method.ownership)
     alone = replace(visit, rows=np.array([row]))
     slope, loss = alone.gradient(before, goal, batch_size=0, name="candidate")
     flat = slope.flat.double()

@@ -113,7 +113,7 @@ def kept(quantize: str | None) -> None:
     Args:
         quantize: 4-bit format of the frozen weights, if any.
     """
-    common = {"dtype": "bfloat16", "lora": {}, "quantize": quantize}
+    common: dict[str, Any] = {"dtype": "bfloat16", "lora": {}, "quantize": quantize}
     print("| tokens of a pair | kept, GiB | and total | with checkpointing | and total |")
     print("|---|---|---|---|---|")
     for count in (1500, 2048, 4096, 8192):

@@ -45,6 +45,8 @@ from prefed.methods import METHODS
 from prefed.models import ModelError, load_client
 from prefed.runs.export import Export, write_tensors
 from prefed.runs.loaded_run import LoadedRun, load_run
+from prefed.train.feedback.choices import ChoiceScores
+from prefed.train.feedback.pairs import PairScores
 from prefed.train.packed import PackedForward
 from prefed.train.tastes import ResponseFeatures
 
@@ -111,7 +113,7 @@ def logits_of(model: Any, ids: np.ndarray, first: int) -> torch.Tensor:
     """``[n, V]`` log-probabilities that predict the tokens from ``first`` on, one sequence at a time."""
     with torch.inference_mode():
         sequence = torch.from_numpy(ids.astype(np.int64))[None]
-        logits = model(input_ids=sequence, use_cache=False).logits[0, first - 1 : -1]
+        logits: torch.Tensor = model(input_ids=sequence, use_cache=False).logits[0, first - 1 : -1]
     return logits.double().log_softmax(-1)
 
 
@@ -135,8 +137,9 @@ def oracle(model: Any, run: LoadedRun, rows: np.ndarray) -> np.ndarray:
 def scored(run: LoadedRun, model: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What the trainer gives to ``rows``, as :func:`oracle` does: of a model, and of the untouched one."""
     scores = run.trainers.pair_trainer.score(model, rows)
-    if run.trainers.dataset.tokens.letters is None:
+    if isinstance(scores, PairScores):
         return scores.policy, scores.reference
+    assert isinstance(scores, ChoiceScores)
     signs = run.trainers.pair_trainer.model.signs(rows)[:, None]
     return signs * scores.orders, signs * scores.baseline
 

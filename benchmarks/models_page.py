@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 assert {name for names in GROUPS.values() for name in names} == {*METHODS, FULL}
 
-Verdict = Callable[[Mapping[str, Any]], str]
+Verdict = Callable[[dict[str, Any]], str]
 """What a method gives on a family: ``"ok"``, or what is wrong."""
 
 
@@ -73,8 +72,8 @@ def write_page(path: Path, results: Iterable[Mapping[str, Any]], verdict: Verdic
     }
     text = path.read_text("utf-8")
     for name, part in parts.items():
-        begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
-        text = re.sub(f"{begin}.*?{end}", lambda _, new=begin + part + end: new, text, flags=re.DOTALL)
+        before, begin, rest = text.partition(f"<!-- begin: {name} -->\n")
+        text = before + begin + part + "".join(rest.partition(f"<!-- end: {name} -->")[1:])
     path.write_text(text, "utf-8")
 
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from many_clients import write_data
 
@@ -83,7 +84,7 @@ def main() -> None:
             write_data(data, nodes)
             for graph in ["none"] if args.diagnose else args.graph or ["ring", "exponential"]:
                 method = {"name": "feddpo", "lr": 1e-3, "local_steps": args.steps}
-                settings = {
+                settings: dict[str, Any] = {
                     "rounds": 5 if args.diagnose else args.rounds,
                     "data": {
                         "train": str(data / "train.jsonl"),

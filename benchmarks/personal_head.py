@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--visits", type=int, default=4, help="visits to measure")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    seconds: Counter[str] = Counter()
+    seconds = defaultdict[str, float](float)
 
     def timed(owner: Any, name: str, part: str) -> None:
         real: Callable[..., Any] = getattr(owner, name)

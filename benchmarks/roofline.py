@@ -230,14 +230,16 @@ class Trace(LiveBytes):
     def _flops(self, func: Any, name: str, args: Sequence[Any], named: Mapping[str, Any], out: Any) -> float:
         backward = name.endswith("backward")
         products = 10 if backward else 4  # per score and number of a head: five products, or two
+        query: Any
+        key: Any
         query, key, *_ = args[backward:] if "att" in name else (None, None)
         if name.startswith("_varlen_attn"):
-            return products * self.scores[len(query), len(key)] * query.shape[1] * query.shape[2]
+            return float(products * self.scores[len(query), len(key)] * query.shape[1] * query.shape[2])
         if "attention" in name:
             batch, heads, rows, width = query.shape
-            given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | named
+            given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | {**named}
             scores = rows * (rows + 1) / 2 if given.get("is_causal") else rows * key.shape[2]
-            return products * scores * batch * heads * width
+            return float(products * scores * batch * heads * width)
         if name == "addmm_":  # PyTorch has no formula for it
             return float(2 * math.prod(args[1].shape) * args[2].shape[1])
         formula = flop_registry.get(func._overloadpacket)
@@ -364,9 +366,9 @@ def step_of_prefed(config: Any, pairs: Pairs, *, checkpointing: bool = False, fu
     """Trace the second step of a phase of prefed's trainer."""
     settings: dict[str, Any] = {"name": "shape", "dtype": "bfloat16", "checkpointing": checkpointing}
     settings["lora"] = {"rank": RANK, "alpha": 16, "dropout": 0.0}
-    model = PlannedModel(config, ModelConfig.model_validate(settings), frozenset({"lora"}), pairs)  # type: ignore[arg-type]
+    model = PlannedModel(config, ModelConfig.model_validate(settings), frozenset({"lora"}), pairs)
     backbone, rows = model.backbone, np.arange(len(pairs))
-    trainer = PairTrainer(backbone, pairs, max_tokens=1 << 60)  # type: ignore[arg-type]
+    trainer = PairTrainer(backbone, pairs, max_tokens=1 << 60)
     trainer.references.training.put(rows, np.zeros((len(pairs), 2), np.float32))
     parts = Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
     objective, optimizer = Objective("dpo", {"beta": BETA}), Optimizer("adamw", lr=LR)

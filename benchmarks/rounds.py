@@ -50,6 +50,7 @@ from trl import DPOConfig, DPOTrainer
 
 from prefed import Experiment, run
 from prefed.core import Callback
+from prefed.core.records import RoundRecord
 from prefed.data import Record
 from prefed.data.record import plain_prompt
 
@@ -97,7 +98,10 @@ class Anew:
         uploads = [self._visit(self.clients[client], draw) for client in cohort]
         sizes = [len(self.clients[client]) for client in cohort]
         self.shared = {
-            name: sum(upload[name] * size / sum(sizes) for upload, size in zip(uploads, sizes, strict=True))
+            name: sum(
+                (upload[name] * size / sum(sizes) for upload, size in zip(uploads, sizes, strict=True)),
+                torch.zeros(()),
+            )
             for name in uploads[0]
         }
 
@@ -135,7 +139,7 @@ class Anew:
         if self.shared is not None:
             set_peft_model_state_dict(trainer.model, self.shared)
         self.losses.append(trainer.train().training_loss)
-        upload = copy.deepcopy(get_peft_model_state_dict(trainer.model))
+        upload: dict[str, torch.Tensor] = copy.deepcopy(get_peft_model_state_dict(trainer.model))
         self.model = trainer.model.unload()
         return upload
 
@@ -159,9 +163,10 @@ class Turns(Callback):
         self.times[name].append(time.process_time() - self.mark)
         self.mark = time.process_time()
 
-    def on_round_end(self, record: dict[str, Any]) -> None:
+    def on_round_end(self, record: RoundRecord) -> None:
         """A round of ours is committed: the other's turn."""
         self._lap("prefed")
+        assert record["loss"] is not None
         self.losses.append(record["loss"])
         self.peer = self.peer or Anew(self.folder, checkpointing=self.checkpointing)
         self.peer.round(record["round"])

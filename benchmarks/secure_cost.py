@@ -15,13 +15,15 @@ import argparse
 import os
 import secrets
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from common import SHARED, TOKENIZER, cpu_ms, timed
+from common import SHARED, TOKENIZER, T, cpu_ms, timed
 
 from prefed.config import Experiment
 from prefed.core import Download, Entry, Layout, Privacy, Tensors, Upload
@@ -91,7 +93,7 @@ def row(size: int, sites: int) -> list[str]:
     ]
 
 
-def least(work):  # type: ignore[no-untyped-def]
+def least(work: Callable[[], T]) -> tuple[float, T]:
     """The least CPU milliseconds of three turns, and the result."""
     turns = [timed(work) for _ in range(3)]
     return min(turn[0] for turn in turns), turns[0][1]
@@ -119,9 +121,7 @@ def visit_ms() -> tuple[float, int]:
         for client in job.members[:4]:
             server = job.method.init_server(job.trainers.initial)
             sent = encode(job.method.exchanges[0].send(server, client, job.round(1)))
-            spent, result = timed(
-                lambda c=client, s=sent: run_task(job, Task("visit", c, 1, "train", s), states)
-            )
+            spent, result = timed(partial(run_task, job, Task("visit", client, 1, "train", sent), states))
             times.append(spent)
             size = len(result.message)
     return float(np.median(times[1:])), size

@@ -50,7 +50,8 @@ from prefed.engines.backends.worker_pool import TaskServer, answer_of
 from prefed.models.pretrained import silence_transformers
 from prefed.networks.federation import hub as hub_module
 from prefed.networks.federation import site as site_module
-from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.config import Terms
+from prefed.networks.federation.federate import federate
 from prefed.networks.federation.final_models import Published
 from prefed.networks.federation.hub import FederationBackend, Sites
 from prefed.networks.federation.messages import Sum

@@ -45,7 +45,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 from attacked import HEAD, PATIENCE, free_port, logged, print_row
-from common import SHARED, TOKENIZER
+from common import SHARED, TOKENIZER, trainers_of
 from membership import auc
 from secure_sums import exchange_keys
 from wards import Federation, rounds_of
@@ -56,7 +56,8 @@ from prefed.core.wire import decode_download, decode_upload, encode
 from prefed.engines.validation import summed_metrics
 from prefed.models.pretrained import silence_transformers
 from prefed.networks.federation.audit_log import SentLog
-from prefed.networks.federation.federate import Terms, experiment_for_sites, federate
+from prefed.networks.federation.config import Terms
+from prefed.networks.federation.federate import experiment_for_sites, federate
 from prefed.networks.federation.flare.kits import Kits
 from prefed.networks.federation.flare.transport import FlareTransport
 from prefed.networks.federation.hub import Attempt, Sites
@@ -77,7 +78,7 @@ DIFFERS = ROUNDS
 """The round in which the hub gets all sums and then says that west was away."""
 
 
-class Tap:
+class Tap(Transport):
     """A transport that keeps what passes.
 
     Args:
@@ -93,6 +94,9 @@ class Tap:
     ) -> None:
         self._transport, self._hide, self._change = transport, hide, change
         self.kept: list[tuple[str, dict[str, Any], bytes, dict[str, Any], bytes]] = []
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the transport open for the next run."""
 
     def connected(self) -> Any:
         """As the transport's."""
@@ -213,8 +217,9 @@ class Slopes:
     def of(self, client: str, update: Numbers) -> Numbers:
         """The score of each of a client's candidates, members first."""
         if client not in self._found:
-            data = self._job.trainers.dataset.clients[client]
-            visit = self._job.trainers.trainer(client, self._job.round(1), Key(0), self._job.method.ownership)
+            trainers = trainers_of(self._job)
+            data = trainers.dataset.clients[client]
+            visit = trainers.trainer(client, self._job.round(1), Key(0), self._job.method.ownership)
             rows = []
             for row in np.concatenate([data.train, data.test]):
                 one = replace(visit, rows=np.array([row]))
@@ -310,15 +315,15 @@ def from_metrics(
     place: Place, noise: float, uploads: Mapping[str, bytes], model: Tensors
 ) -> dict[str, Numbers]:
     """Client → for each candidate, the logarithm of the likelihood that it is not one of those evaluated."""
-    job, metrics = place.known, summed_metrics(place.known)
+    job, metrics, trainers = place.known, summed_metrics(place.known), trainers_of(place.known)
     grid = metrics.grid(place.experiment(noise).privacy, len(uploads), len(place.homes))
     words = [np.frombuffer(each, "<u4") for each in uploads.values()]
     total = grid.numbers(sum_words(words))[: len(metrics.names)]
     own = dict[str, Numbers]()
     for client in (client for client, site in place.homes.items() if site in uploads):
-        data = job.trainers.dataset.clients[client]
+        data = trainers.dataset.clients[client]
         rows = np.concatenate([data.train, data.test])
-        scores: Any = job.trainers.pair_trainer.score(job.trainers.initial.replace(model), rows, [])
+        scores: Any = trainers.pair_trainer.score(trainers.initial.replace(model), rows, [])
         parts = {name: getattr(scores, name) for name in ("policy", "reference", "lengths")}
         single = [
             replace(scores, **{name: part[[row]] for name, part in parts.items()}) for row in range(len(rows))

@@ -59,6 +59,8 @@ BATCH, LR = 4, 1e-4
 class Choices(Pairs):
     """Pairs in both presentation orders: a prompt, and two branches that end with the letters A and B."""
 
+    letters: tuple[int, int]
+
     def __init__(self, pairs: list[Pair], letters: tuple[int, int]) -> None:
         super().__init__(pairs)
         self.letters = letters
@@ -111,7 +113,7 @@ class Plain:
 class PaddedTwo(PaddedChoices):
     """Rung: padded batches, and the head's two rows at the last positions alone."""
 
-    def __call__(self, pairs: Sequence[Pair], **options: bool) -> torch.Tensor:
+    def __call__(self, pairs: Sequence[Pair], **options: Any) -> torch.Tensor:
         """Log-odds ``[B, 2]``."""
         inputs = [Pair(prompt, first[:-1], second[:-1]) for prompt, first, second in pairs]
         ids, attention, _ = pad(inputs, device=torch.device(DEVICE))
@@ -168,8 +170,8 @@ def main() -> None:
     ours: dict[str, PairTrainer] = {}
     for name, forward in rungs.items():
         backbone = make_backbone(copy.deepcopy(base), None, config, Key(0))
-        padded = isinstance(forward, type)
-        ours[name] = PairTrainer(backbone, pairs, fast=not padded, max_tokens=1 << 20)  # type: ignore[arg-type]
+        slow = isinstance(forward, type)
+        ours[name] = PairTrainer(backbone, pairs, fast=not slow, max_tokens=1 << 20)
         if forward is not None:
             ours[name].model.forward = forward(backbone, pairs.letters)
     first = ours["prefed"].backbone

@@ -57,7 +57,7 @@ class Clients:
         self.rows = np.arange(count * pairs).reshape(count, pairs)
         settings = LoraSettings(rank=8, alpha=16, dropout=0.0)
         backbone = make_backbone(model, None, ModelConfig(name="model", lora=settings, dtype=dtype), Key(0))
-        self.trainer = PairTrainer(backbone, Pairs([pair() for _ in range(count * pairs)]))  # type: ignore[arg-type]
+        self.trainer = PairTrainer(backbone, Pairs([pair() for _ in range(count * pairs)]))
         self.trainer.references.fill_training(self.rows.ravel(), self.rows.ravel())
         self.parts = Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
         names, objective = self.parts.names(Owner.SHARED), Objective("dpo", {"beta": 0.1})
@@ -126,9 +126,9 @@ def work_of(config: Any, count: int, each: int) -> Work:
     """Trace the second step of phases of ``count`` clients, each on ``each`` pairs of 200 tokens."""
     pairs = make_pairs(count * each, 200)
     settings = ModelConfig(name="shape", dtype="bfloat16", lora=LoraSettings(rank=8, alpha=16, dropout=0.0))
-    model = PlannedModel(config, settings, frozenset({"lora"}), pairs)  # type: ignore[arg-type]
+    model = PlannedModel(config, settings, frozenset({"lora"}), pairs)
     backbone, rows = model.backbone, np.arange(count * each).reshape(count, each)
-    trainer = PairTrainer(backbone, pairs, max_tokens=1 << 60)  # type: ignore[arg-type]
+    trainer = PairTrainer(backbone, pairs, max_tokens=1 << 60)
     trainer.references.training.put(rows.ravel(), np.zeros((rows.size, 2), np.float32))
     parts = Ownership.of(backbone.layout, lambda entry: Owner.SHARED)
     works = []

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attacked import HEAD, PATIENCE, agreements, channels, connects, free_port, logged, print_row
+from attacked import HEAD, JOB, PATIENCE, agreements, channels, connects, free_port, logged, print_row
 from greedy_hub import asked
 from members import ends
 
@@ -31,8 +31,8 @@ from prefed import Experiment
 from prefed.core import Callback, Key
 from prefed.core.wire import decode_upload, encode
 from prefed.models.tiny import make_tiny
-from prefed.networks.federation.config import SiteConfig
-from prefed.networks.federation.federate import Terms, federate
+from prefed.networks.federation.config import SiteConfig, Terms
+from prefed.networks.federation.federate import federate
 from prefed.networks.federation.flare.kits import HEARTBEAT, Kits, Project, make_kits, organisation_of
 from prefed.networks.federation.flare.process import (
     CLIENT,
@@ -260,13 +260,13 @@ def commands(place: Place, transport: FlareTransport) -> None:
         place.line("audit.log", "A:ls"),
     )
     mark = place.folder / "it-ran"
-    write_job(place.folder / "code", SITES, 30)
+    write_job(place.folder / "code", SITES, JOB)
     (place.folder / "code/app/custom").mkdir()
     (place.folder / "code/app/custom/evil.py").write_text(
         f"class Evil:\n    def __init__(self):\n        open({str(mark)!r}, 'w').close()\n"
     )
-    write_job(place.folder / "class", SITES, 30)
-    write_job(place.folder / "settings", SITES, 30)
+    write_job(place.folder / "class", SITES, JOB)
+    write_job(place.folder / "settings", SITES, JOB)
     (place.folder / "settings/app/config/comm_config.json").write_text(
         json.dumps({"comm_driver_path": str(place.kits)})
     )
@@ -274,7 +274,7 @@ def commands(place: Place, transport: FlareTransport) -> None:
     transport.call("north", pack(kind="hello", format=FORMAT, prefed=VERSION), PATIENCE, 1 << 24)
     what = outcome_of(transport, place.folder / "settings")
     ran = "IT RAN" if mark.exists() else "nothing ran"
-    write_job(place.folder / "plain", SITES, 30)
+    write_job(place.folder / "plain", SITES, JOB)
     plain = f"prefed's own: {outcome_of(transport, place.folder / 'plain')}"
     print_row(
         "a job with settings that name code", f"{what}; {ran}", plain, place.line("audit.log", "submit_job")
@@ -335,7 +335,7 @@ def requests(place: Place, transport: FlareTransport, run: str) -> None:
         f"with it: {came(last)}",
         place.log("north", "not a message"),
     )
-    about = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": run}
+    about: dict[str, Any] = {"format": FORMAT, "prefed": VERSION, "federation": "wards", "run": run}
     print_row(
         "a request of an unknown kind",
         came(pack(**about, kind="shell")),
@@ -428,7 +428,7 @@ def claims(place: Place, transport: FlareTransport) -> None:
                 return pack(encode(replace(decode_upload(body), weight=float(claim))), **about)
             return answer
 
-        place.forge, shown = forge, []
+        place.forge, shown = forge, list[str]()
         experiment = Experiment.model_validate(
             {**EXPERIMENT, "rounds": 1, "model": place.model(), "merge": {"weights": weights}}
         )

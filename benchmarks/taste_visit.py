@@ -17,6 +17,7 @@ import statistics
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Federation:
         for client in self.job.members:
             message = encode(exchange.send(self.server, client, now))
             task = Task("visit", client, number, exchange.name, message)
-            milliseconds, result = timed(lambda task=task: run_task(self.job, task, self.states))
+            milliseconds, result = timed(partial(run_task, self.job, task, self.states))
             spent.append(milliseconds)
             up, down = up + len(result.message), down + len(message)
             uploads.append(decode_upload(result.message))

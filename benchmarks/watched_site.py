@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,9 +113,8 @@ def main() -> None:
                 fields["message"] = encode(upload)
             return fields
 
-    site_module.Worker = Watched  # type: ignore[misc]
-    site_module.Participant = Liar  # type: ignore[misc]
-    app(["site", path])
+    with patch.multiple(site_module, Worker=Watched, Participant=Liar):
+        app(["site", path])
 
 
 if __name__ == "__main__":

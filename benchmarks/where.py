@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Clock:
     """CPU seconds by kind; a call of one kind within another counts for itself alone."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds = defaultdict[str, float](float)
         self.stack, self.since = ["all else"], time.process_time()
 
     def turn(self) -> None:

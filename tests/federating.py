@@ -1,16 +1,20 @@
 """Sites and hubs for tests: three workers' pairs in a file each, and a transport within one process."""
 
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from prefed import Experiment
+from prefed.engines import JobFactory, Task
 from prefed.engines.backends.worker_pool import TaskServer
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.site import Site
-from prefed.networks.federation.transport import LongAnswerError, UnreachableError
+from prefed.networks.federation.transport import LongAnswerError, Transport, UnreachableError
 from workers import CLIENTS
 
 
-def experiment(place, method="fedpdpo", rounds=3, **changes):
+def experiment(place: Path, method: str = "fedpdpo", rounds: int = 3, **changes: Any) -> Experiment:
     return Experiment.model_validate(
         {
             "seed": 3,
@@ -27,7 +31,7 @@ def experiment(place, method="fedpdpo", rounds=3, **changes):
     )
 
 
-def site_config(place, folder, client, **changes):
+def site_config(place: Path, folder: Path, client: str, **changes: Any) -> SiteConfig:
     return SiteConfig.model_validate(
         {
             "federation": "wards",
@@ -44,29 +48,29 @@ def site_config(place, folder, client, **changes):
     )
 
 
-class Within:
+class Within(Transport):
     """Carries requests to sites of this process.
 
     Args:
         before: called with a site and a request's header before each call; what it raises ends the call.
     """
 
-    def __init__(self, sites, before=lambda site, request: None):
+    def __init__(
+        self,
+        sites: Mapping[str, Site],
+        before: Callable[[str, bytes], object] = lambda site, request: None,
+    ) -> None:
         self.sites, self.before = sites, before
 
-    def __enter__(self):
-        return self
+    def __exit__(self, *exception: object) -> None: ...
 
-    def __exit__(self, *exception):
-        return None
-
-    def restrict(self, sites):
+    def restrict(self, sites: Collection[str]) -> None:
         self.members = {*sites}
 
-    def connected(self):
+    def connected(self) -> set[str]:
         return set(self.sites)
 
-    def call(self, site, request, timeout, most):
+    def call(self, site: str, request: bytes, timeout: float, most: int) -> bytes:
         self.before(site, request)
         if site not in self.sites:
             raise UnreachableError("it is switched off")
@@ -81,23 +85,24 @@ class Here:
 
     turn = Lock()
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.server = TaskServer()
 
-    def build(self, factory, threads):
+    def build(self, factory: JobFactory, threads: int) -> None:
         with self.turn:
             self.due = self.server.build(factory, threads)
 
-    def give(self, task, state, timeout):
+    def give(self, task: Task, state: bytes | None, timeout: float) -> None:
         with self.turn:
             self.due = self.server.do(state, **vars(task))
 
-    def receive(self):
+    def receive(self) -> dict[str, Any]:
         return self.due
 
-    def stop(self):
-        self.due = None
+    def stop(self) -> None: ...
 
 
-def open_sites(place, folder, clients=CLIENTS, **changes):
+def open_sites(
+    place: Path, folder: Path, clients: Collection[str] = CLIENTS, **changes: Any
+) -> dict[str, Site]:
     return {f"site-{c}": Site(site_config(place, folder, c, **changes)) for c in clients}

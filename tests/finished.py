@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 def write_run(
     path: Path,
-    clients: dict[str, tuple[float, ...]] = CLIENTS,
+    clients: Mapping[str, tuple[float, ...]] = CLIENTS,
     *,
     settings: dict[str, Any] | None = None,
     fingerprint: dict[str, str] | None = None,
@@ -96,7 +97,7 @@ def write_run(
     (path / "summary.json").write_text(json.dumps(whole))
     if fingerprint is not None:
         (path / "checkpoint").mkdir()
-        none = {"settings": None, "digests": {}, "private": {}}
+        none: dict[str, Any] = {"settings": None, "digests": {}, "private": {}}
         commit = {"format": 1, "round": rounds, "totals": {}, "fingerprint": fingerprint, **none}
         (path / "checkpoint/COMMIT.json").write_text(json.dumps(commit))
     return path

@@ -1,6 +1,7 @@
 """Three workers' pairs and a tiny model, for tests of federations and peers."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from prefed.models.tiny import make_tiny
 CLIENTS = ("w0", "w1", "w2")
 
 
-def make_place(folder):
+def make_place(folder: Path) -> Path:
     """A model of two small blocks, and 30 pairs of three workers: of all, of each, and of the last two."""
-    draw, rows = np.random.default_rng(0), {client: [] for client in CLIENTS}
+    draw = np.random.default_rng(0)
+    rows: dict[str, list[dict[str, str]]] = {client: [] for client in CLIENTS}
     for number in range(30):
         good = ["yes please", "no thanks"][:: 1 if number % 2 else -1]
         prompt = f"Question {draw.integers(1000)}?"
@@ -28,5 +30,5 @@ def make_place(folder):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("place"))

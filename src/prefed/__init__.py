@@ -10,8 +10,9 @@
 'feddpo'
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from prefed.core.lazy import attach
 
 if TYPE_CHECKING:
     from prefed.config import ConfigError, Experiment
@@ -32,21 +33,8 @@ __all__ = [
     "run",
 ]
 
-_MODULES = {
-    "config": ("ConfigError", "Experiment"),
-    "core": ("Callback",),
-    "runs.loaded_run": ("LoadedRun", "load_run"),
-    "runs.finished_run": ("RunRecord", "read_run"),
-    "runs.run": ("RunResult", "run"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Imported at first use: PyTorch and transformers take seconds, and `prefed --help` needs neither.
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"prefed.{module}"), name)
-    raise AttributeError(f"module 'prefed' has no attribute {name!r}")
+# PyTorch and transformers take seconds, and `prefed --help` needs neither.
+attach(__name__, __file__)
 
 
 def __dir__() -> list[str]:

@@ -33,4 +33,4 @@ __all__ = [
     "check_inputs",
 ]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)

@@ -61,4 +61,4 @@ __all__ = [
     "Upload",
 ]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)

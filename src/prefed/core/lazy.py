@@ -7,7 +7,7 @@ Reading an experiment file must not import PyTorch, NumPy or a model library. Co
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -34,10 +34,11 @@ else:
     F = _LazyModule("torch.nn.functional")
 
 
-def attach(package: str, file: str) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a package that runs its ``if TYPE_CHECKING:`` imports on first access.
+def attach(package: str, file: str) -> None:
+    """Give a package a ``__getattr__`` that runs its ``if TYPE_CHECKING:`` imports on first access.
 
-    The imports that a type checker reads are then also the imports that run.
+    The imports that a type checker reads are then also the imports that run. It does not see the function,
+    for which it would take any name for an attribute of the package.
     """
 
     @cache
@@ -51,4 +52,4 @@ def attach(package: str, file: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(modules()[name]), name)
 
-    return get
+    vars(sys.modules[package])["__getattr__"] = get

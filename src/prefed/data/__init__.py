@@ -48,4 +48,4 @@ __all__ = [
     "write_choices",
 ]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)

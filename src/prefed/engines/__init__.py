@@ -45,4 +45,4 @@ __all__ = [
     "run_task",
 ]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)

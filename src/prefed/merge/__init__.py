@@ -41,4 +41,4 @@ __all__ = [
     "update_norm",
 ]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)

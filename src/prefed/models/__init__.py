@@ -27,4 +27,4 @@ __all__ = [
     "save_merged",
 ]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)

@@ -34,4 +34,4 @@ __all__ = [
     "vote_noise",
 ]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)

@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ClientPairTrainer", "Packing", "PairTrainer", "PairTrainerFactory"]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)

@@ -36,4 +36,4 @@ __all__ = [
     "with_ranks",
 ]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)

@@ -35,11 +35,19 @@ class Terms:
 
     federation: str
     sites: tuple[str, ...]
-    wait: float = Field(120.0, ge=0, description="seconds to wait for all sites to connect")
-    at_least: int | None = Field(None, ge=1, description="sites that suffice after --wait; default: all")
-    visit: float = Field(600.0, ge=1, description="timeout of a site's task in seconds; then it is left out")
-    most_clients: int = Field(10_000, ge=1, description="maximum number of clients that a site may declare")
-    most_pairs: int = Field(10_000_000, ge=1, description="maximum declared number of pairs of a client")
+    wait: float = Field(default=120.0, ge=0, description="seconds to wait for all sites to connect")
+    at_least: int | None = Field(
+        default=None, ge=1, description="sites that suffice after --wait; default: all"
+    )
+    visit: float = Field(
+        default=600.0, ge=1, description="timeout of a site's task in seconds; then it is left out"
+    )
+    most_clients: int = Field(
+        default=10_000, ge=1, description="maximum number of clients that a site may declare"
+    )
+    most_pairs: int = Field(
+        default=10_000_000, ge=1, description="maximum declared number of pairs of a client"
+    )
 
 
 def check_name(value: str) -> str:

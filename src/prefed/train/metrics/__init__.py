@@ -83,4 +83,4 @@ __all__ = [
     "words_of",
 ]
 
-__getattr__ = attach(__name__, __file__)
+attach(__name__, __file__)
