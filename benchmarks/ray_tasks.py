@@ -91,7 +91,7 @@ def build(megabytes: str) -> Job:
                 "copy",
                 lambda server, client, now: Download({"model": server.tensors["model"]}),
                 work,
-                lambda server, uploads, now: server,
+                lambda server, uploads, now: (server, {}),
                 scalars=frozenset(),
             ),
         ),

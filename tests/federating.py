@@ -1,6 +1,6 @@
 """Sites and hubs for tests: three workers' pairs in a file each, and a transport within one process."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -55,11 +55,7 @@ class Within(Transport):
         before: called with a site and a request's header before each call; what it raises ends the call.
     """
 
-    def __init__(
-        self,
-        sites: Mapping[str, Site],
-        before: Callable[[str, bytes], object] = lambda site, request: None,
-    ) -> None:
+    def __init__(self, sites: Mapping[str, Site], before: Any = lambda site, request: None) -> None:
         self.sites, self.before = sites, before
 
     def __exit__(self, *exception: object) -> None: ...
@@ -102,7 +98,5 @@ class Here:
     def stop(self) -> None: ...
 
 
-def open_sites(
-    place: Path, folder: Path, clients: Collection[str] = CLIENTS, **changes: Any
-) -> dict[str, Site]:
+def open_sites(place: Path, folder: Path, clients: Any = CLIENTS, **changes: Any) -> dict[str, Site]:
     return {f"site-{c}": Site(site_config(place, folder, c, **changes)) for c in clients}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 def write_run(
     path: Path,
-    clients: Mapping[str, tuple[float, ...]] = CLIENTS,
+    clients: Any = CLIENTS,
     *,
     settings: dict[str, Any] | None = None,
     fingerprint: dict[str, str] | None = None,

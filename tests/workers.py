@@ -14,8 +14,7 @@ CLIENTS = ("w0", "w1", "w2")
 
 def make_place(folder: Path) -> Path:
     """A model of two small blocks, and 30 pairs of three workers: of all, of each, and of the last two."""
-    draw = np.random.default_rng(0)
-    rows: dict[str, list[dict[str, str]]] = {client: [] for client in CLIENTS}
+    draw, rows = np.random.default_rng(0), {client: list[dict[str, str]]() for client in CLIENTS}
     for number in range(30):
         good = ["yes please", "no thanks"][:: 1 if number % 2 else -1]
         prompt = f"Question {draw.integers(1000)}?"
