@@ -314,7 +314,7 @@ def test_every_method_has_the_same_budget_of_pairs():
     refused = {}
     for task, path in BENCH.items():
         table = load_table(path)
-        assert (table.seeds, table.judge) == ([42, 43, 44], "reward_accuracy")
+        assert table.seeds == [42, 43, 44]
         for name in METHODS.builtin:
             (cell,) = table.of_method(name).cells(path).values()
             assert len(cell.rates) == (1 if name == "icl" else 3)
