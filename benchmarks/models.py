@@ -268,7 +268,7 @@ def main() -> None:
         "--methods",
         nargs="+",
         default=list(GROUPS),
-        choices=[*METHODS, FULL],
+        choices=[name for names in GROUPS.values() for name in names],
         metavar="NAME",
         help="left out: one of each group that puts the same parts on a model",
     )

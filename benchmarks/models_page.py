@@ -22,6 +22,7 @@ _LORA = ("fedsft", "fedprox", "scaffold", "centralized", "local", "decdpo", "per
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "feddpo": ("feddpo", *_LORA, "ditto", "pfedme", "fedala"),
     "fedsdg": ("fedsdg",),
+    "feddpa": ("feddpa",),
     "fedper": ("fedper", "fedrep"),
     "fedpdpo": ("fedpdpo",),
     "fedbn": ("fedbn",),
@@ -31,7 +32,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 """The method that is run → all those that put the same parts on a model."""
 
-assert {name for names in GROUPS.values() for name in names} == {*METHODS, FULL}
+LEFT_OUT = ("icl", "lore", "pal")
+"""They add no adapter or weights to the model."""
+
+assert {name for names in GROUPS.values() for name in names} == {*METHODS, FULL} - {*LEFT_OUT}
 
 Verdict = Callable[[dict[str, Any]], str]
 """What a method gives on a family: ``"ok"``, or what is wrong."""

@@ -94,12 +94,14 @@ def main() -> None:
                         "duplicates": "keep",
                     },
                     "model": {"name": str(folder / "model"), "lora": {"dropout": 0.0}},
-                    "method": method if args.diagnose else {**method, "name": "decdpo", "topology": graph},
+                    "method": method if args.diagnose else {**method, "name": "decdpo"},
                     "evaluate": {"every": 0, "clients": 10},
                     "engine": {"threads": 1},
                 }
                 if args.diagnose:
                     settings["evaluate"] |= {"diagnose": 5, "diagnostic_pairs": 6}
+                else:
+                    settings["graph"] = {"name": graph}
                 words = [sys.executable, "-c", RUN, json.dumps(settings), str(data / f"run-{graph}")]
                 done = subprocess.run(words, capture_output=True, text=True, check=False)
                 if done.returncode:

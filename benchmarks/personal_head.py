@@ -38,7 +38,11 @@ def experiment(folder: Path, model: str, steps: int) -> Any:
         for number in range(2 * 4 * steps)
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"train": str(folder / "pairs.jsonl"), "partition": {"by": "column", "column": "worker"}}
+    data: dict[str, Any] = {
+        "train": str(folder / "pairs.jsonl"),
+        "partition": {"by": "column", "column": "worker"},
+    }
+    data["test_fraction"] = 0.1
     method = {"name": "fedper", "local_steps": steps, "batch_size": 4}
     tables = {"rounds": 1, "data": data, "method": method, "model": {"name": model, "lora": {"rank": 8}}}
     return Experiment.model_validate(tables)
