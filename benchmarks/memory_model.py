@@ -11,6 +11,7 @@ of logits of a GPU. Estimates come from the model's configuration only.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ import transformers
 from common import Pairs, shape
 
 from prefed.data import Pair
-from prefed.models import ModelConfig
+from prefed.models import ModelConfig, matmul
 from prefed.runs.memory_plan import META, PlannedModel
 from prefed.train import logprobs, packed
 
@@ -62,6 +63,7 @@ def with_gpu_code() -> None:
     checkpointing.make_pairs = lambda *shape: pairs_of(lengths())
     block_size = logprobs.block_size
     packed._kernel = lambda query: packed._one_by_one
+    matmul._prefers_onednn = functools.cache(lambda: False)  # it copies what it multiplies
     logprobs.block_size = lambda rows, device: block_size(rows, META)
 
 
