@@ -107,22 +107,34 @@ def test_the_reference_is_asked_for_what_is_used_alone(place, tmp_path):
 
 def test_alike_runs_share_the_reference_and_no_other_does(place, tmp_path, monkeypatch):
     """A rate, rounds and a cohort leave the frozen model's numbers as they are: such a run asks it nothing
-    and ends as alone, bit for bit. Another seed draws other pairs, and another method may group
-    them otherwise."""
+    and ends as alone, bit for bit. Another seed trains on other pairs first, but scores the same, and another
+    method may group them otherwise."""
     second = experiment(place, rounds=2, cohort={"size": 3}, evaluate={"every": 0})
     first = second.model_copy(update={"rounds": 3})
+    reseeded = second.model_copy(update={"seed": 8})
     run(second, tmp_path / "alone")
+    run(reseeded, tmp_path / "reseeded-alone")
     monkeypatch.setenv("PREFED_REFERENCE", str(tmp_path / "shared"))
     run(first, tmp_path / "first")
     (folder,) = (tmp_path / "shared").iterdir()
+    compute = ReferenceLogprobs._compute
+
+    def no_scores(reference, cache, blocks):
+        assert cache is reference.training
+        compute(reference, cache, blocks)
+
+    with monkeypatch.context() as watched:
+        watched.setattr(ReferenceLogprobs, "_compute", no_scores)
+        run(reseeded, tmp_path / "reseeded")
     monkeypatch.setattr(ReferenceLogprobs, "_compute", lambda *_: pytest.fail("the reference was asked"))
     run(second, tmp_path / "second")
     assert left(tmp_path / "second") == left(tmp_path / "alone")
     assert not (tmp_path / "second/cache/reference").exists()
+    assert left(tmp_path / "reseeded") == left(tmp_path / "reseeded-alone")
     tables = fitted(second).tables()
     tables["method"]["lr"] = 0.5
     assert reference_folder(Experiment.from_tables(tables, "tables"), tmp_path) == folder
-    for other in ({"seed": 8}, {"evaluate": {"every": 1}}, {"engine": {"max_tokens": 512}}):
+    for other in ({"evaluate": {"every": 1}}, {"engine": {"max_tokens": 512}}):
         alone = fitted(experiment(place, **{"evaluate": {"every": 0}, **other}))
         assert reference_folder(alone, tmp_path) != folder
     assert reference_folder(fitted(experiment(place, "fedper", evaluate={"every": 0})), tmp_path) != folder

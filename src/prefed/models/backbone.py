@@ -416,7 +416,7 @@ def model_digest(backbone: Backbone, *, idle: bool = True) -> str:
     """Return SHA-256 over the architecture, a sample of each weight, and the initial adapter.
 
     Args:
-        idle: whether an initial adapter counts whose B are all zero, which changes no hidden state.
+        idle: whether an initial adapter counts whose B are all zero, which changes no output.
     """
     config = backbone.causal.config.to_dict()
     for where in ("_name_or_path", "transformers_version"):

@@ -18,9 +18,9 @@ NOT_CACHED = {
     *("report", "track"),
 }
 """Keys and tables of an experiment that do not affect ``cache/``."""
-_FREE = NOT_CACHED - {"evaluate"} | {"method"}
+_FREE = NOT_CACHED - {"evaluate"} | {"method", "seed"}
 """Keys and tables, but for some settings, in which runs that share log-probabilities may differ. ``evaluate``
-may not, since evaluations decide how pairs are batched first.
+may not, since evaluations decide how pairs are batched first. What the seed draws is in the names of files.
 """
 
 
@@ -28,7 +28,8 @@ def reference_folder(experiment: Experiment, cache: Path) -> Path:
     """Return the cache folder for reference log-probabilities and other outputs of the frozen model.
 
     Runs share a folder if they process the same pairs with the same model, in the same batches and order.
-    Their values are bit-identical, and several runs may write at once.
+    Their values are bit-identical, and several runs may write at once. The names of files contain the model
+    and the pairs of each client's splits.
 
     Args:
         cache: the cache of the run, used if the environment variable is not set.
@@ -44,7 +45,7 @@ def features_folder(experiment: Experiment, cache: Path) -> Path:
     Args:
         cache: as for :func:`reference_folder`.
     """
-    return _folder(experiment, _FREE | {"seed", "evaluate", "parts"}, ("engine.max_tokens",), cache)
+    return _folder(experiment, _FREE | {"evaluate", "parts"}, ("engine.max_tokens",), cache)
 
 
 def _folder(experiment: Experiment, free: Set[str], fixed: Sequence[str], cache: Path) -> Path:

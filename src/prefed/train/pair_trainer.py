@@ -116,15 +116,17 @@ class PairTrainerFactory:
 
             rewards = Rewards(reward_model, dataset.tokens, cache, backbone.device)
         self._model = model_digest(backbone)
+        clients = hashlib.sha256(b"".join(split.tobytes() + b"|" for split in rows)).hexdigest()
+        digests = (model_digest(backbone, idle=False), dataset.tokens.fingerprint, clients)
+        frozen = "-".join(digest[:12] for digest in digests)
         kind = "reference" if dataset.tokens.letters is None else "choices"
-        name = f"{kind}-{self._model[:12]}-{dataset.tokens.fingerprint[:12]}"
         self.pair_trainer = PairTrainer(
             backbone,
             dataset.tokens,
             cache=cache,
-            name=name,
+            name=f"{kind}-{frozen}",
             # Only a model that reads hidden states has responses to encode.
-            features=None if features is None or responses is None else self._features(features, rows),
+            features=None if features is None or responses is None else features / f"features-{frozen}",
             max_tokens=max_tokens,
             fast=fast,
             rewards=rewards,
@@ -132,12 +134,6 @@ class PairTrainerFactory:
             examples=examples,
             feedback=feedback,
         )
-
-    def _features(self, folder: Path, splits: Sequence[Rows]) -> Path:
-        """Return the folder for hidden states that any method reads, with any seed."""
-        clients = hashlib.sha256(b"".join(rows.tobytes() + b"|" for rows in splits)).hexdigest()
-        names = (model_digest(self.backbone, idle=False), self.dataset.tokens.fingerprint, clients)
-        return folder / "-".join(["features", *(name[:12] for name in names)])
 
     @property
     def initial(self) -> Tensors:
