@@ -253,7 +253,7 @@ BUDGET: dict[str, tuple[int, str]] = {
     "experiments/tests/": (1_847, "the benchmark's people"),
     "tests/": (2_535, "crashes at every file operation are looped over in one place, not in two files"),
     "tests/cli/": (4_470, "messages are asserted by what they name, and each law once"),
-    "tests/engines/": (11_637, "a store that ends after the last word of a peer"),
+    "tests/engines/": (11_639, "seeds that share the reference"),
     "tests/golden/": (4_727, "guards that a review missed"),
     "tests/laws/": (1_890, "how much a client moves a sum of votes"),
     "tests/unit/": (18_083, "commands of a sweep are forks"),
