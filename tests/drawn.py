@@ -154,29 +154,15 @@ def without_none(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_place(folder: Path) -> Path:
     """Models, pairs and thumbs of three clients."""
-    from transformers import (
-        AutoTokenizer,
-        GPT2Config,
-        GPT2ForSequenceClassification,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    from transformers import AutoTokenizer
+
+    from small_models import save_llama, save_reward_model
 
     small_place(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    llama = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, eos_token_id=0, **size)
-    )
-    judge = GPT2ForSequenceClassification(
-        GPT2Config(
-            vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64, num_labels=1,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )  # fmt: skip
-    for name, model in (("llama", llama), ("judge", judge)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    size = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+    save_llama(folder / "llama", tokenizer, eos_token_id=0, **size)
+    save_reward_model(folder / "judge", tokenizer, pad_token_id=tokenizer.pad_token_id)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     rows = [{**row, "worker": CLIENTS[n % 3], "margin": 1.0, "category": "a"} for n, row in enumerate(rows)]
     thumbs = [

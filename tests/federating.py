@@ -5,6 +5,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from finished import small_experiment
 from prefed import Experiment
 from prefed.engines import JobFactory, Task
 from prefed.engines.backends.worker_pool import TaskServer
@@ -15,20 +16,12 @@ from workers import CLIENTS
 
 
 def experiment(place: Path, method: str = "fedpdpo", rounds: int = 3, **changes: Any) -> Experiment:
-    return Experiment.model_validate(
-        {
-            "seed": 3,
-            "rounds": rounds,
-            "data": {
-                "train": str(place / "pairs.jsonl"),
-                "test_fraction": 0.2,
-                "partition": {"by": "column", "column": "worker"},
-            },
-            "model": {"name": str(place / "model"), "lora": {"rank": 2, "dropout": 0.1}},
-            "method": {"name": method, "lr": 0.01, "local_steps": 2, "batch_size": 4, **changes},
-            "engine": {"threads": 1},
-        }
-    )
+    """Over all pairs of :func:`workers.make_place`."""
+    tables = small_experiment(place, rounds=rounds)
+    tables["data"] |= {"train": str(place / "pairs.jsonl"), "test": None, "test_fraction": 0.2}
+    tables["model"]["lora"]["dropout"] = 0.1
+    tables["method"] |= {"name": method, "local_steps": 2, **changes}
+    return Experiment.model_validate(tables)
 
 
 def site_config(place: Path, folder: Path, client: str, **changes: Any) -> SiteConfig:

@@ -153,15 +153,15 @@ def found(path: Path, rows: list[dict[str, str]]) -> list[Path]:
     return [file for file in everything if any(needle in file.read_bytes() for needle in needles)]
 
 
-def small_experiment(place: Path, **changes: Any) -> dict[str, Any]:
-    """FedDPO of two rounds over :func:`small_place`."""
+def small_experiment(place: Path, column: str = "worker", **changes: Any) -> dict[str, Any]:
+    """FedDPO of two rounds over :func:`small_place`, whose column names the clients."""
     return {
         "seed": 3,
         "rounds": 2,
         "data": {
             "train": str(place / "train.jsonl"),
             "test": str(place / "test.jsonl"),
-            "partition": {"by": "column", "column": "worker"},
+            "partition": {"by": "column", "column": column},
         },
         "model": {"name": str(place / "model"), "lora": {"rank": 2}},
         "method": {"name": "feddpo", "lr": 0.01, "local_steps": 3, "batch_size": 4},

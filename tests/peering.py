@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import TCPStore
 
+import federating
 from prefed import Experiment, run
 from prefed.core import Callback
 from prefed.networks.peers.rendezvous import Meeting, Place
@@ -30,21 +31,9 @@ def make_place(folder):
 
 
 def experiment(place, method="decdpo", graph=None, data="pairs", **changes):
-    return Experiment.model_validate(
-        {
-            "seed": 3,
-            "rounds": 4,
-            "data": {
-                "train": str(place / f"{data}.jsonl"),
-                "test_fraction": 0.2,
-                "partition": {"by": "column", "column": "worker"},
-            },
-            "model": {"name": str(place / "model"), "lora": {"rank": 2, "dropout": 0.1}},
-            "method": {"name": method, "lr": 0.01, "local_steps": 2, "batch_size": 4, **changes},
-            "graph": {"name": "path", **(graph or {})},
-            "engine": {"threads": 1},
-        }
-    )
+    tables = federating.experiment(place, method, rounds=4, **changes).tables()
+    tables["data"]["train"] = str(place / f"{data}.jsonl")
+    return Experiment.model_validate({**tables, "graph": {"name": "path", **(graph or {})}})
 
 
 class Fails(Callback):

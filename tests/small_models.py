@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -138,6 +139,24 @@ def away(layout: Layout, initial: Tensors, scale: float = 0.05, seed: int = 3) -
     return Tensors(layout, initial.flat + scale * noise)
 
 
+def save_llama(folder: Path, tokenizer: Any, **changes: Any) -> None:
+    """A random Llama of two blocks that takes a tokenizer's texts, and the tokenizer."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **{**size, **changes})
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def save_reward_model(folder: Path, tokenizer: Any, **changes: Any) -> None:
+    """A random GPT-2 of one block that scores a tokenizer's texts, and the tokenizer."""
+    torch.manual_seed(0)
+    size = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "num_labels": 1}
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), **{**size, **changes})
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def put_lora(model: torch.nn.Module, tensors: Tensors) -> dict[str, torch.nn.Parameter]:
     """Copy every tensor of a LoRA into PEFT's model; returns its parameters by our names."""
     parameters = {}
@@ -152,4 +171,4 @@ def put_lora(model: torch.nn.Module, tensors: Tensors) -> dict[str, torch.nn.Par
 
 
 __all__ = ["FAMILIES", "VOCABULARY", "Choices", "Pair", "Pairs", "away", "backbone", "causal"]
-__all__ += ["float64", "put_lora"]
+__all__ += ["float64", "put_lora", "save_llama", "save_reward_model"]

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from commands import prefed_, sweep_command
@@ -28,6 +27,7 @@ from prefed.runs import sweep_child
 from prefed.runs.build import build_data
 from prefed.ui.cli import app
 from preferences import jsonl
+from small_models import save_reward_model
 
 CELLS = {
     f"{path.parent.name}/{path.stem}/{name}": cell
@@ -105,12 +105,7 @@ def place(tmp_path_factory):
         )
     )
     tokenizer = AutoTokenizer.from_pretrained(paths["model"])
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=128, n_embd=16, n_layer=1, n_head=2, num_labels=1
-    )
-    GPT2ForSequenceClassification(config).save_pretrained(folder / "reward")
-    tokenizer.save_pretrained(folder / "reward")
+    save_reward_model(folder / "reward", tokenizer, n_positions=128)
     return {**paths, "reward": str(folder / "reward")}
 
 

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from collecting import Browser, start
+from finished import small_experiment
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.core import Key
@@ -57,15 +58,10 @@ def test_twenty_choices_train_a_client(tmp_path):
     assert "20 pairs by ann in pairs.jsonl" in output
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text("utf-8").splitlines()]
     assert len({row["prompt"] for row in rows}) == 20
-    experiment = {
-        "seed": 3,
-        "rounds": 1,
-        "data": {"train": str(tmp_path / "pairs.jsonl"), "partition": {"by": "column", "column": "client"}},
-        "model": {"name": str(model), "lora": {"rank": 2}},
-        "method": {"name": "feddpo", "lr": 0.1, "local_steps": 3, "batch_size": 4},
-        "engine": {"threads": 1},
-    }
-    result = run_experiment(Experiment.model_validate(experiment), tmp_path / "run")
+    tables = small_experiment(tmp_path, "client", rounds=1)
+    tables["data"] |= {"train": str(tmp_path / "pairs.jsonl"), "test": None}
+    tables["model"]["name"], tables["method"]["lr"] = str(model), 0.1
+    result = run_experiment(Experiment.model_validate(tables), tmp_path / "run")
     assert result.summary["clients"] == {"ann": {"train": 18, "validation": 0, "test": 2}}
     assert RunReader(tmp_path / "run").commit.round == 1
     assert result.rounds[0]["loss"] > 0

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from commands import prefed_
@@ -13,6 +12,7 @@ from prefed.config import Experiment
 from prefed.data.synthetic_chat import PROMPTS
 from prefed.ui.cli import app, demo
 from preferences import CHATML, tokenizer
+from small_models import save_llama
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -76,18 +76,7 @@ def test_a_given_model_answers_the_same_prompts_before_and_after(
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "small"
-    words = tokenizer(chat=chat)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=1024,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words.save_pretrained(folder)
+    save_llama(folder, tokenizer(chat=chat), max_position_embeddings=1024, eos_token_id=0)
     first = prefed_("demo", "--model", "small")
     for word in (*PROMPTS, "base model", "shared model", "ada's own model", "ben's own model"):
         assert word in first

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from peering import free_port
 from prefed.config import ConfigError
 from prefed.networks.federation.config import SiteConfig
 from prefed.networks.federation.transport import (
@@ -62,12 +63,6 @@ from prefed.networks.federation.flare.transport import FlareTransport
 
 SITES = ("north", "south")
 MOST = 1 << 24
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def client(kit, site, door):

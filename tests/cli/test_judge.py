@@ -14,6 +14,7 @@ import torch
 
 from commands import prefed_
 from endpoint import answer, completion, failure, serving
+from finished import small_experiment
 from prefed import Experiment
 from prefed import run as run_experiment
 from prefed.align.judge import endpoint
@@ -33,19 +34,10 @@ PROMPTS = 6
 
 
 def experiment(folder, method, **settings):
-    return {
-        "seed": 3,
-        "rounds": 1,
-        "data": {
-            "train": str(folder / "train.jsonl"),
-            "test": str(folder / "test.jsonl"),
-            "partition": {"by": "column", "column": "client"},
-            "max_length": 256,
-        },
-        "model": {"name": str(folder / "model"), "lora": {"rank": 2}},
-        "method": {"name": method, "lr": 0.3, "local_steps": 3, "batch_size": 4, **settings},
-        "engine": {"threads": 1},
-    }
+    tables = small_experiment(folder, "client", rounds=1)
+    tables["data"]["max_length"] = 256
+    tables["method"] |= {"name": method, "lr": 0.3, **settings}
+    return tables
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-import transformers
 
+from finished import small_experiment
 from plain_dpo import PlainDPO, flat, unflat
 from prefed import Experiment, load_run, run
 from prefed.core import Key
 from prefed.data import synthetic, synthetic_chat
+from small_models import save_llama
 
 PAIRS, STEPS, LR, CLIP = 2, 2, 0.1, 1.0
 
@@ -20,40 +21,18 @@ def place(smollm2_tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     records = synthetic_chat.generate(Key(7), train=PAIRS, test=1)
     synthetic.write(folder, [record for record in records if record.client in ("ada", "ben")])
-    torch.manual_seed(0)
-    settings = transformers.LlamaConfig(
-        vocab_size=len(smollm2_tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        bos_token_id=smollm2_tokenizer.bos_token_id,
-        eos_token_id=smollm2_tokenizer.eos_token_id,
-    )
-    transformers.LlamaForCausalLM(settings).save_pretrained(folder / "model")
-    smollm2_tokenizer.save_pretrained(folder / "model")
+    ends = {name: getattr(smollm2_tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+    shape = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+    save_llama(folder / "model", smollm2_tokenizer, **shape, **ends)
     return folder
 
 
 def finish(place, path, method, text=0, **settings):
+    tables = small_experiment(place, "client", evaluate={"text": text})
+    tables["model"]["lora"]["dropout"] = 0.0
     rates = {"lr": LR, "clip": CLIP, "optimizer": "sgd", "weight_decay": 0.0, "batch_size": 64}
-    experiment = Experiment.model_validate(
-        {
-            "rounds": 2,
-            "data": {
-                "train": str(place / "train.jsonl"),
-                "test": str(place / "test.jsonl"),
-                "partition": {"by": "column", "column": "client"},
-            },
-            "model": {"name": str(place / "model"), "lora": {"rank": 2, "dropout": 0.0}},
-            "method": {"name": method, "local_steps": STEPS, **rates, **settings},
-            "evaluate": {"text": text},
-            "engine": {"threads": 1},
-        }
-    )
-    run(experiment, path)
+    tables["method"] |= {"name": method, "local_steps": STEPS, **rates, **settings}
+    run(Experiment.model_validate(tables), path)
     return load_run(path, data=True)
 
 

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from transformers import AutoTokenizer
 
 import toy
+from finished import small_experiment
 from prefed import Experiment, run
 from prefed.core import Key
 from prefed.models.tiny import make_tiny
 from prefed.runs.loaded_run import load_run
 from prefed.store import RunReader
+from small_models import save_reward_model
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +34,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [line["prompt"] + line["chosen"] for line in lines]
     make_tiny(folder / "model", texts, Key(0), layers=2, width=32, heads=2, vocabulary=280, steps=2)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=2, num_labels=1
-    )
-    GPT2ForSequenceClassification(config).save_pretrained(folder / "reward")
-    tokenizer.save_pretrained(folder / "reward")
+    save_reward_model(folder / "reward", tokenizer)
     return folder
 
 
 def experiment(place: Path, method: str = "feddpo", **changes: Any) -> Experiment:
-    tree = {
-        "seed": 3,
-        "rounds": 2,
-        "data": {"train": str(place / "data.jsonl"), "partition": {"by": "column", "column": "worker"}},
-        "model": {"name": str(place / "model"), "lora": {"rank": 2, "dropout": 0.1}},
-        "method": {
-            "name": method,
-            "lr": 0.01,
-            "local_steps": 2,
-            "objective": "ppo",
-            "reward_model": str(place / "reward"),
-        },
-        "engine": {"threads": 1},
-    }
-    return Experiment.model_validate({**tree, **changes})
+    ppo = {"objective": "ppo", "reward_model": str(place / "reward")}
+    tables = small_experiment(place, method={"name": method, "lr": 0.01, "local_steps": 2, **ppo})
+    tables["data"] |= {"train": str(place / "data.jsonl"), "test": None}
+    tables["model"]["lora"]["dropout"] = 0.1
+    return Experiment.model_validate({**tables, **changes})
 
 
 def test_a_baseline_runs_on_it(place: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from tests.engines.test_experiment import place as place
 from tests.engines.test_taste_run import tasty
 
 from experiment_scripts import rows
+from finished import small_experiment
 from prefed import Experiment, run
 from prefed.methods import METHODS
 from prefed.methods.base.tastes import posteriors
@@ -75,19 +76,10 @@ def test_the_defaults_keep_opposed_tastes_apart(shared_data, shared_model, tmp_p
             for good, bad in (("chosen", "rejected"), ("rejected", "chosen"))
         ]
         jsonl(tmp_path / f"{role}.jsonl", pairs)
-    tree = {
-        "rounds": METHODS["fedvpa"].rounds,
-        "data": {
-            "train": str(tmp_path / "train.jsonl"),
-            "test": str(tmp_path / "test.jsonl"),
-            "partition": {"by": "column", "column": "client"},
-        },
-        "model": {"name": str(shared_model)},
-        "method": {"name": "fedvpa"},
-        "evaluate": {"every": 0},
-        "engine": {"threads": 1},
-    }
-    summary = run(Experiment.model_validate(tree), tmp_path / "run").summary
+    defaults = {"seed": 42, "model": {"name": str(shared_model)}, "method": {"name": "fedvpa"}}
+    defaults |= {"rounds": METHODS["fedvpa"].rounds, "evaluate": {"every": 0}}
+    tables = small_experiment(tmp_path, "client", **defaults)
+    summary = run(Experiment.model_validate(tables), tmp_path / "run").summary
     assert summary["shared_accuracy"]["mean"] == 0.5
     assert summary["preference_accuracy"]["mean"] > 0.75
 

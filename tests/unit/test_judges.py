@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceClassification
 
 from prefed.align.judge import TEMPLATES, JudgeError, PairTemplate, Question, Verdict, outcome
 from prefed.align.judge.local import LocalJudge, RewardJudge, UtilityJudge, read_taste
@@ -27,6 +27,7 @@ from prefed.data import DataError, Record, synthetic
 from prefed.data.record import Message
 from prefed.models import ModelError
 from prefed.models.tiny import make_tiny
+from small_models import save_reward_model
 
 CPU = JudgeOptions(device="cpu")
 WORDS = ["good bad fine poor red blue", "the red one is good", "the blue one is poor and bad"]
@@ -38,13 +39,8 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judges")
     make_tiny(folder / "lm", WORDS, Key(0), layers=1, width=16, heads=2, vocabulary=280, context=256, steps=2)
     tokenizer = AutoTokenizer.from_pretrained(folder / "lm")
-    torch.manual_seed(0)
-    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "initializer_range": 0.5}
-    config = GPT2Config(
-        vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, bos_token_id=0, **shape
-    )
-    GPT2ForSequenceClassification(config).save_pretrained(folder / "reward")
-    tokenizer.save_pretrained(folder / "reward")
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": 0}
+    save_reward_model(folder / "reward", tokenizer, initializer_range=0.5, **tokens)
     return folder
 
 

@@ -20,7 +20,6 @@ from transformers import (
     BertForSequenceClassification,
     ByT5Tokenizer,
     GPT2Config,
-    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
@@ -31,6 +30,7 @@ from prefed.data.record import Message
 from prefed.models import ModelError
 from prefed.train import reward_model
 from prefed.train.reward_model import RewardModel, Rewards
+from small_models import save_reward_model
 from tokenizer_zoo import MADE
 
 WORDS = [
@@ -206,18 +206,8 @@ def test_two_outputs_are_log_odds(tmp_path: Path) -> None:
 
 def test_decoders_read_their_last_token(tmp_path: Path) -> None:
     """A tokenizer without a padding token takes the end of text for it; padding does not change a score."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(WORDS),
-        n_positions=16,
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
-        num_labels=1,
-        initializer_range=0.5,
-    )
-    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "m")
-    tokenizer(pair=False, limit=16).save_pretrained(tmp_path / "m")
+    words = tokenizer(pair=False, limit=16)
+    save_reward_model(tmp_path / "m", words, n_positions=16, initializer_range=0.5)
     model = RewardModel(str(tmp_path / "m"), CPU)
     encoded = [each for record in RECORDS.records for each in encode(model, record)]
     alone = np.concatenate([model.score([each]) for each in encoded])
