@@ -1,5 +1,6 @@
 """Chromium for the tests of pages; they are skipped where it or Playwright is missing."""
 
+import itertools
 import shutil
 
 import pytest
@@ -30,3 +31,20 @@ def chromium():
             setattr(browser, name, _patient(getattr(browser, name)))
         yield browser
         browser.close()
+
+
+@pytest.fixture(params=itertools.product([1280, 390], ["light", "dark"]), ids=str)
+def screen(request, chromium):
+    """A context, its width, and a check that a page fits into it and axe finds nothing."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    width, scheme = request.param
+    context = chromium.new_context(
+        viewport={"width": width, "height": 844}, color_scheme=scheme, bypass_csp=True
+    )
+
+    def check(page):
+        assert axe.run(page).response["violations"] == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+    yield context, width, check
+    context.close()

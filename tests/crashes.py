@@ -36,6 +36,13 @@ class Failing:
         return call
 
 
+def flip(path, at=-1):
+    """Flip a bit of the byte at a place of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 def content(path):
     return {
         file.relative_to(path).as_posix(): file.read_bytes()

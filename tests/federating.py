@@ -69,6 +69,16 @@ class Within(Transport):
         return answer
 
 
+class Receipts:
+    """A hub's receipts where nothing is kept: every client has its first state."""
+
+    def read(self, client: str) -> None:
+        return None
+
+    def stage(self, client: str, state: bytes) -> None:
+        raise AssertionError
+
+
 class Here:
     """A process that trains, in this process. Models are loaded one at a time: transformers asks for that."""
 
@@ -89,6 +99,11 @@ class Here:
         return self.due
 
     def stop(self) -> None: ...
+
+
+def closed(sites: Mapping[str, Site]) -> None:
+    for site in sites.values():
+        site.close()
 
 
 def open_sites(place: Path, folder: Path, clients: Any = CLIENTS, **changes: Any) -> dict[str, Site]:

@@ -6,6 +6,7 @@ import pytest
 
 from browser import chromium as chromium
 from browser import needs_chromium
+from browser import screen as screen
 from collecting import serving, session
 from prefed.data import Record
 from prefed.ui.collect.pairs import DrawnPairs
@@ -67,24 +68,17 @@ def test_twenty_choices_by_keyboard(chromium, tmp_path):
     assert len({row["prompt"] for row in rows}) == 19
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_fits_and_axe_finds_nothing(chromium, tmp_path, width, scheme):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+def test_the_page_fits_and_axe_finds_nothing(screen, tmp_path):
     long = "word " * 200 + "x" * 300
     records = [Record(long, long + "a", long + "b"), Record("Case:", " a", " b")]
-    context = chromium.new_context(
-        viewport={"width": width, "height": 844}, color_scheme=scheme, bypass_csp=True
-    )
-    seen = []
+    (context, _, check), seen = screen, []
     with session(tmp_path, records, client=None) as opened, serving(opened, lambda text: None) as links:
         page = context.new_page()
         page.goto(links[0].partition("?")[0])
 
         def look():
             seen.append(page.title().partition(" –")[0])
-            assert axe.run(page).response["violations"] == []
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            check(page)
 
         look()
         page.goto(links[0])
@@ -110,6 +104,5 @@ def test_the_page_fits_and_axe_finds_nothing(chromium, tmp_path, width, scheme):
             opened.questions.keep(opened.questions.numbers()[0], ("first", "second"))
         page.wait_for_selector("[name=number]", state="attached")
         look()
-    context.close()
     assert seen[:5] == ["No link", "Your name", "Pair 1 of 2", "The end", "Thank you"]
     assert seen[5:] == ["The model is writing", "Pair 1 of 1"]

@@ -6,6 +6,7 @@ import pytest
 
 from browser import chromium as chromium
 from browser import needs_chromium
+from browser import screen as screen
 from finished import write_run
 from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
@@ -35,21 +36,15 @@ def page_file(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_fits_and_axe_finds_nothing(chromium, page_file, width, scheme):
+def test_the_page_fits_and_axe_finds_nothing(screen, page_file):
     """One of the two widths of each chart is seen; nothing is wider than the screen, nothing is asked for."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    context = chromium.new_context(
-        viewport={"width": width, "height": 844}, color_scheme=scheme, bypass_csp=True
-    )
+    context, width, check = screen
     page, asked, errors = context.new_page(), [], []
     page.on("request", lambda request: asked.append(request.url))
     page.on("console", lambda message: errors.append(message.text))
     page.goto(page_file.as_uri())
     page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
-    assert axe.run(page).response["violations"] == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    check(page)
     charts = page.evaluate(
         """[...document.querySelectorAll('svg.chart')].filter(each => each.checkVisibility()).map(
         each => [each.classList[1], each.getBoundingClientRect().width / each.viewBox.baseVal.width])"""
@@ -59,7 +54,6 @@ def test_the_page_fits_and_axe_finds_nothing(chromium, page_file, width, scheme)
     assert min(12 * share for _, share in charts) >= 11
     assert asked == [page_file.as_uri()]
     assert errors == []
-    context.close()
 
 
 def test_a_link_of_the_contents_leads_to_its_section(chromium, page_file):

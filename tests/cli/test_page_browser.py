@@ -4,6 +4,7 @@ import pytest
 
 from browser import chromium as chromium
 from browser import needs_chromium
+from browser import screen as screen
 from finished import write_run
 from prefed.runs.finished_run import read_run
 from prefed.train.metrics import federated_metric
@@ -31,22 +32,15 @@ def page_file(tmp_path_factory):
     return folder / "page.html"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_fits_and_axe_finds_nothing(chromium, page_file, width, scheme):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    context = chromium.new_context(
-        viewport={"width": width, "height": 844}, color_scheme=scheme, bypass_csp=True
-    )
+def test_the_page_fits_and_axe_finds_nothing(screen, page_file):
+    context, _, check = screen
     page, errors = context.new_page(), []
     page.on("console", lambda message: errors.append(message.text))
     page.goto(page_file.as_uri())
     page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
-    assert axe.run(page).response["violations"] == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    check(page)
     assert page.evaluate(SMALLEST) >= READABLE
     assert errors == []
-    context.close()
 
 
 def test_clients_are_sorted_and_filtered_by_keyboard(chromium, page_file):

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.engines.test_align_stops import changing, stop_at
 
 from alignments import align_killed, content, make_alignment, rows
 from alignments import place as place
 from alignments import voters as voters
+from crashes import flip
 from prefed.align import AlignError, KnownTastes, Selectors, align
 from prefed.align.policy import read_state
 from prefed.align.tastes import Generation, draw, dumps_tastes, load_tastes
-from prefed.core import Callback, Key
+from prefed.core import Key
 from prefed.data import Record, SelectorConfig
 from prefed.data.tokens import prompt_hash
 from prefed.models import ModelConfig, load_backbone
@@ -216,13 +218,7 @@ def test_a_stage_of_one_generation_again_and_more_generations(place, selectors, 
     alignment = tasting(place, selectors, tmp_path / "align")
     align(alignment)
     before, ran = content(alignment.folder), []
-
-    class Watch(Callback):
-        def on_stage_end(self, stage, figures):
-            ran.append(stage)
-
-    def changed(**changes):
-        return replace(alignment, config=alignment.config.model_copy(update=changes), callback=Watch())
+    changed = changing(alignment, ran)
 
     align(changed(), "completions-2")
     assert ran == ["completions-2", "labels-2", "train-2", "train"]
@@ -251,18 +247,8 @@ def test_a_stage_of_one_generation_again_and_more_generations(place, selectors, 
 
 def test_a_changed_checkpoint_is_noticed(place, selectors, tmp_path):
     alignment = tasting(place, selectors, tmp_path / "align", generations=1, regenerate=None)
-
-    class Stop(Callback):
-        def on_stage_step(self, name, done, total, figures):
-            if name == "train-1":
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        align(replace(alignment, callback=Stop()))
-    path = alignment.folder / "generations/1/checkpoints/epoch-1.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    stop_at(alignment, "train-1", 0)
+    flip(alignment.folder / "generations/1/checkpoints/epoch-1.safetensors")
     with pytest.raises(AlignError, match=r"epoch-1\.safetensors is missing or was changed; .* --stage train"):
         align(replace(alignment))
     assert [row["epoch"] for row in align(alignment, "train-1")["train"]["epochs"]] == [1, 2]

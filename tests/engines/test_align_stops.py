@@ -9,6 +9,7 @@ from alignments import align_killed, content, make_alignment
 from alignments import alignment as alignment
 from alignments import place as place
 from alignments import selectors as selectors
+from crashes import flip
 from prefed.align import AlignError, align
 from prefed.core import Callback
 
@@ -23,6 +24,18 @@ def stop_at(alignment, stage, step):
 
     with pytest.raises(KeyboardInterrupt):
         align(replace(alignment, callback=Stop()))
+
+
+def changing(alignment, ran):
+    """A function that gives the alignment with changed settings; it notes the stages that ran."""
+
+    class Watch(Callback):
+        def on_stage_end(self, stage, figures):
+            ran.append(stage)
+
+    return lambda **changes: replace(
+        alignment, config=alignment.config.model_copy(update=changes), callback=Watch()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +60,10 @@ def test_a_changed_byte_in_what_a_stopped_stage_left_is_noticed(alignment, whole
     for name, batch, there in (("completions", 3, b'"sample": 1'), ("labels", 1, b'"scores": [')):
         stop_at(alignment, name, batch)
         path = alignment.folder / {"completions": "completions.jsonl", "labels": "scores.jsonl"}[name]
-        data = bytearray(path.read_bytes())
-        data[data.index(there) + len(there) + 3] ^= 1
-        path.write_bytes(data)
+        flip(path, path.read_bytes().index(there) + len(there) + 3)
     stop_at(alignment, "train", 1)
     path = alignment.folder / "train.state"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path, path.stat().st_size // 2)
     with pytest.raises(AlignError, match=r"train\.state is damaged.*--stage train"):
         align(alignment)
     align(alignment, "train")
@@ -67,13 +76,7 @@ def test_a_stage_alone_and_changed_settings(alignment, whole):
     shutil.copytree(whole, alignment.folder)
     before = content(alignment.folder)
     ran = []
-
-    class Watch(Callback):
-        def on_stage_end(self, stage, figures):
-            ran.append(stage)
-
-    def changed(**changes):
-        return replace(alignment, config=alignment.config.model_copy(update=changes), callback=Watch())
+    changed = changing(alignment, ran)
 
     align(changed())
     assert (ran, content(alignment.folder)) == ([], before)
@@ -103,9 +106,7 @@ def test_a_checkpoint_that_changed_since_its_epoch_is_noticed(alignment, change)
     stop_at(alignment, "train", 1)
     path = alignment.folder / "checkpoints/epoch-1/adapter_model.safetensors"
     if change == "byte":
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        flip(path)
     else:
         path.unlink()
     with pytest.raises(AlignError, match=r"checkpoints/epoch-1 is missing or was changed; .* --stage train"):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import toy
-from federating import Here, Within, experiment, site_config
+from federating import Here, Within, closed, experiment, site_config
 from prefed import Experiment, run
 from prefed.config import ConfigError
 from prefed.core.wire import decode_state, decode_upload, encode
@@ -39,8 +39,7 @@ def sites(place, tmp_path_factory):
         for name, data in (("one", "w0"), ("two", "w1w2"))
     }
     yield made
-    for site in made.values():
-        site.close()
+    closed(made)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import tomli_w
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 import toy
-from federating import Here, Within, experiment, site_config
+from federating import Here, Within, closed, experiment, site_config
 from prefed import Experiment, run
 from prefed.core import files
 from prefed.networks.federation import site as site_module
@@ -46,8 +46,7 @@ def opened(place, tmp_path, monkeypatch):
         sites[site] = Site(configs[site])
 
     yield sites, withdraws
-    for site in sites.values():
-        site.close()
+    closed(sites)
 
 
 def numbers(out):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from alignments import Killed, content, rows
-from federating import Here, Within, experiment, site_config
+from federating import Here, Within, closed, experiment, site_config
 from liking import LikingJudge, install
 from prefed import run
 from prefed.align import AlignError
@@ -78,11 +78,6 @@ def place(tmp_path_factory):
 def opened(place, folder, **changes):
     changes = {"limits": {"judgements": LIMIT}, "judge": {"name": "liking"}, **changes}
     return {n: Site(site_config(place, folder, data, name=n, **changes)) for n, data in DATA.items()}
-
-
-def closed(sites):
-    for site in sites.values():
-        site.close()
 
 
 @pytest.fixture(scope="module")

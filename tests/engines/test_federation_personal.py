@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import toy
 from commands import prefed_
-from federating import Here, Within, experiment, site_config
+from federating import Here, Within, closed, experiment, site_config
 from prefed import run
 from prefed.core import Download, Key, files
 from prefed.core.wire import encode
@@ -53,8 +53,7 @@ def over_sites(asked, made, out, transport=Within, **options):
             patched.setattr(site_module, "Worker", Here)
             federate(asked, out, transport(sites), TERMS, callbacks=callbacks, **options)
     finally:
-        for site in sites.values():
-            site.close()
+        closed(sites)
     return warned.texts
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import toy
 from crashes import Crash, Failing
-from federating import Here, Within, experiment, site_config
+from federating import Here, Within, closed, experiment, site_config
 from prefed import run
 from prefed.config import ConfigError
 from prefed.core import Download, Key, files
@@ -87,21 +87,17 @@ def identities(folder):
     return {name: Identity.at(folder / f"site-{name}" / "identity", create=True) for name in NAMES}
 
 
+def site_of(place, folder, number, **changes):
+    """One of the four sites, with one worker and the fingerprints of the others."""
+    own = NAMES[number]
+    pins = {name: fingerprint(each.public) for name, each in identities(folder).items() if name != own}
+    data = {"train": str(place / f"w{number}.jsonl"), "partition": {"by": "column", "column": "worker"}}
+    return Site(site_config(place, folder, own, name=own, **{"sites": pins, "data": data, **changes}))
+
+
 def opened(place, folder, **limits):
-    """The four sites, each with one worker and the fingerprints of the others."""
-    pins = {name: fingerprint(own.public) for name, own in identities(folder).items()}
-    made = {}
-    for number, name in enumerate(NAMES):
-        others = {other: text for other, text in pins.items() if other != name}
-        data = {"train": str(place / f"w{number}.jsonl"), "partition": {"by": "column", "column": "worker"}}
-        changes = {"name": name, "sites": others, "data": data, "limits": limits}
-        made[name] = Site(site_config(place, folder, name, **changes))
-    return made
-
-
-def closed(sites):
-    for site in sites.values():
-        site.close()
+    """The four sites."""
+    return {name: site_of(place, folder, number, limits=limits) for number, name in enumerate(NAMES)}
 
 
 def spent(folder, name):
@@ -405,11 +401,7 @@ class Hub:
         """Start site a anew, and join it."""
         if hasattr(self, "site"):
             self.site.close()
-        pins = {name: fingerprint(own.public) for name, own in identities(self.folder).items()}
-        pins = {other: text for other, text in pins.items() if other != "site-a"}
-        data = {"train": str(self.place / "w0.jsonl"), "partition": {"by": "column", "column": "worker"}}
-        changes = {"name": "site-a", "sites": pins, "data": data, "limits": limits, **self.settings}
-        self.site = Site(site_config(self.place, self.folder, "site-a", **changes))
+        self.site = site_of(self.place, self.folder, 0, limits=limits, **self.settings)
         self.join()
 
     def join(self):

@@ -15,19 +15,18 @@ from tests.engines.test_federation_sums import (
     Draws,
     Hub,
     Records,
-    closed,
-    identities,
     logged,
     private,
     remember_data,
     seed,
+    site_of,
     spent,
     spent_by_w0,
 )
 from tests.engines.test_federation_sums import place as sums_place
 
 from alignments import Killed, rows
-from federating import Here, Within, experiment, site_config
+from federating import Here, Within, closed, experiment
 from liking import install
 from prefed import run
 from prefed.align import AlignError
@@ -37,12 +36,11 @@ from prefed.networks.federation import site as site_module
 from prefed.networks.federation.federate import federate
 from prefed.networks.federation.judging import Votes, read_pairs
 from prefed.networks.federation.messages import order_digest
-from prefed.networks.federation.site import Site
 from prefed.networks.federation.site_clients import site_clients
 from prefed.networks.federation.transport import UnreachableError
 from prefed.networks.federation.unix_socket import unpack
 from prefed.privacy import Grid, VoteSum, guarantee_of
-from prefed.privacy.secure import Participant, fingerprint, sum_words
+from prefed.privacy.secure import Participant, sum_words
 from prefed.runs.align import align
 from prefed.runs.finished_run import read_run
 from prefed.runs.loaded_run import recorded_experiment
@@ -74,16 +72,9 @@ place = sums_place
 
 
 def opened(place, folder, limits=None, names=NAMES):
-    """The four sites, each with one worker, a judge, and the fingerprints of the others."""
-    pins, made = {name: fingerprint(own.public) for name, own in identities(folder).items()}, {}
-    for number, name in enumerate(NAMES):
-        others = {other: text for other, text in pins.items() if other != name}
-        data = {"train": str(place / f"w{number}.jsonl"), "partition": {"by": "column", "column": "worker"}}
-        changes = {"name": name, "sites": others, "data": data, "judge": {"name": "liking"}}
-        changes["limits"] = {"judgements": 4000, **(limits or {})}
-        if name in names:
-            made[name] = Site(site_config(place, folder, name, **changes))
-    return made
+    """Sites with a judge."""
+    changes = {"judge": {"name": "liking"}, "limits": {"judgements": 4000, **(limits or {})}}
+    return {name: site_of(place, folder, NAMES.index(name), **changes) for name in names}
 
 
 @pytest.fixture(scope="module")

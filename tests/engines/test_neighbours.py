@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import toy
+from crashes import flip
 from law_examples import examples
 from prefed.core import Key, Owner, Tensors
 from prefed.core.wire import decode_upload, encode
@@ -317,9 +318,7 @@ def test_a_damaged_file_of_nodes_is_refused(tmp_path):
     run(tmp_path / "run", whole)
     (path,) = (tmp_path / "run/checkpoint/nodes").iterdir()
     assert path.name == "nodes@000002.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
     with pytest.raises(RuntimeError, match=r"nodes@000002.* is damaged"):
         run(tmp_path / "run", replace(whole, rounds=3), resume=True)
     path.unlink()

@@ -37,6 +37,15 @@ def brief(monkeypatch):
     monkeypatch.setattr(heartbeat, "GRACE", 0.1)
 
 
+def watching(store, rank=0):
+    """A watch of one of two peers, of which the other has sent a heartbeat; a verdict ends no process."""
+    store.set(beat_key(1 - rank), Beat().text())
+    watch = Watch(store, rank, ["peer 0", "peer 1"], 0, WATCHDOG)
+    watch.start()
+    watch.hush()
+    return watch
+
+
 def test_a_peer_that_dies_or_hangs_is_named_and_the_run_goes_on(place, tmp_path):
     """Killed or stopped: an end, and peer 0, which keeps the store. All others end with one error, and the
     run in two or three sittings is the run in one, bit for bit, its private states too."""
@@ -109,11 +118,7 @@ def test_a_peer_that_gives_up_notifies_the_others(place, tmp_path, fails, limit,
 def test_words_that_cannot_be_read_end_the_run_of_all(brief, key, word, verdict):
     """They do not end the thread that reads them: then a watch would find the store silent, and name its
     keeper, peer 0."""
-    store = HashStore()
-    store.set(beat_key(1), Beat().text())
-    watch = Watch(store, 0, ["peer 0", "peer 1"], 0, WATCHDOG)
-    watch.start()
-    watch.hush()
+    watch = watching(store := HashStore())
     store.set(key, word)
     assert watch.wait_for_verdict(WATCHDOG).startswith(verdict)
     watch.leave("left")
@@ -216,11 +221,7 @@ def test_a_model_that_cannot_come_is_not_awaited(monkeypatch):
     monkeypatch.setattr(links.dist, "get_backend", lambda: "gloo")
     for name in ("isend", "irecv"):
         monkeypatch.setattr(links.dist, name, refused)
-    store = HashStore()
-    store.set(beat_key(1), Beat().text())
-    watch = Watch(store, 0, ["peer 0", "peer 1"], 0, WATCHDOG)
-    watch.start()
-    watch.hush()
+    watch = watching(HashStore())
     connected = Links(watch, {"w1": 1})
     connected.expect(1, {"w1": 8})
     with pytest.raises(PeerError, match=r"^peer 1 closed its connection"):
@@ -245,11 +246,7 @@ class Closes(HashStore):
 
 def test_a_store_that_ends_after_the_last_word_of_a_peer_is_no_failure(brief):
     """Peer 0 waits for no more than that word, so another heartbeat may find nobody."""
-    store = Closes()
-    store.set(beat_key(0), Beat().text())
-    watch = Watch(store, 1, ["peer 0", "peer 1"], 0, WATCHDOG)
-    watch.start()
-    watch.hush()
+    watch = watching(store := Closes(), rank=1)
     watch.leave("done")
     assert store.closed
     assert watch.verdict == ""

@@ -15,7 +15,7 @@ import federating
 import outside
 import peering
 from commands import prefed_
-from federating import Here, Within, site_config
+from federating import Here, Within, closed, site_config
 from finished import small_experiment
 from prefed import Experiment, run
 from prefed.config import ConfigError
@@ -718,8 +718,7 @@ def over_sites(ward, tmp_path, name, before=lambda site, request: None, **limits
         terms = Terms("wards", tuple(sites), wait=0.0)
         return asked, federate(asked, tmp_path / "over", Within(sites, before), terms)
     finally:
-        for site in sites.values():
-            site.close()
+        closed(sites)
 
 
 METHOD_TABLE = {"lr": 0.01, "local_steps": 2, "batch_size": 4}

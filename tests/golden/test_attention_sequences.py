@@ -106,6 +106,16 @@ def plain_states(model: Backbone, packing: Packing) -> torch.Tensor:
     return torch.cat(states)[packing.rows]
 
 
+def check_states(fast: Backbone, plain: Backbone, kind: str) -> None:
+    """States and gradients of packed pairs are those of unpadded passes."""
+    packing = Packing.of(pairs(kind == "ends"), **KINDS[kind])
+    got = fast.final.norm(trunk_hidden(fast, packing)[None])[0]
+    want = plain_states(plain, packing)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    got, want = gradient(fast, got), gradient(plain, want)
+    assert (got - want).norm() < 1e-10 * want.norm()
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("kernel", ["_varlen", "_one_by_one", None])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -121,12 +131,7 @@ def test_attention_calls_equal_the_plain_model(
     monkeypatch.setattr(varlen, "varlen_attn", varlen_by_definition)
     fast, plain = in_float64(family), in_float64(family)
     assert enable_packing(fast) == ""
-    packing = Packing.of(pairs(kind == "ends"), **KINDS[kind])
-    got = fast.final.norm(trunk_hidden(fast, packing)[None])[0]
-    want = plain_states(plain, packing)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    got, want = gradient(fast, got), gradient(plain, want)
-    assert (got - want).norm() < 1e-10 * want.norm()
+    check_states(fast, plain, kind)
 
 
 @pytest.mark.sample
@@ -143,12 +148,7 @@ def test_a_window_shorter_than_a_pair(kernel: str | None, window: int, kind: str
     assert enable_packing(fast, 15) == ""
     ids = torch.arange(1, 16)[None]
     torch.testing.assert_close(fast.causal(ids).logits, plain.causal(ids).logits)
-    packing = Packing.of(pairs(kind == "ends"), **KINDS[kind])
-    got = fast.final.norm(trunk_hidden(fast, packing)[None])[0]
-    want = plain_states(plain, packing)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    got, want = gradient(fast, got), gradient(plain, want)
-    assert (got - want).norm() < 1e-10 * want.norm()
+    check_states(fast, plain, kind)
 
 
 class NoSquares(TorchDispatchMode):

@@ -8,47 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from prefed.core import Entry, Key, Layout, Method, Round, Tensors, Upload
-from prefed.merge import Aggregator, BadUpload, MergeConfig
-from prefed.methods import METHODS
+from prefed.core import Entry, Key, Layout, Round, Tensors, Upload
+from prefed.merge import BadUpload, MergeConfig
 from prefed.testing import Quadratic, simulate
-
-STEPS, RATE = 4, 0.2
-SIZES = (1, 2, 5)
-PLAIN = {"optimizer": "sgd", "clip": 0, "weight_decay": 0, "lr": RATE, "local_steps": STEPS, "batch_size": 64}
+from quadratics import RATE, STEPS, make, model, problem, weighted
 
 
 def line(size: int) -> Layout:
     return Layout((Entry("lora/0/q/B", (1, size), "lora", 0, "B"),))
-
-
-def make(name: str, layout: Layout, merge: MergeConfig | None = None, **settings: object) -> Method:
-    kind = METHODS[name]
-    aggregator = Aggregator(merge or MergeConfig(), layout, 1.0)
-    return kind.build(kind.Settings(**{**PLAIN, **settings}), layout, aggregator, 50)
-
-
-def problem(dimension: int = 3) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, Quadratic], Tensors]:
-    """Three clients with full, different curvatures of eigenvalues in [0.3, 1.8], and SIZES pairs."""
-    draw = np.random.default_rng(5)
-    curvatures, optima, clients = [], [], {}
-    for number, size in enumerate(SIZES):
-        basis, _ = np.linalg.qr(draw.normal(size=(dimension, dimension)))
-        curvatures.append(basis @ np.diag(draw.uniform(0.3, 1.8, dimension)) @ basis.T)
-        optima.append(3 * draw.normal(size=dimension))
-        data = Quadratic.at(list(optima[-1]), size=size)
-        clients[f"c{number}"] = Quadratic(data.targets, torch.from_numpy(curvatures[-1]))
-    start = Tensors(line(dimension), torch.from_numpy(draw.normal(size=dimension)))
-    return curvatures, optima, clients, start
-
-
-def weighted(values: list[np.ndarray]) -> np.ndarray:
-    """Σ p_i v_i with p_i = n_i / Σ n_j."""
-    return sum(size * value for size, value in zip(SIZES, values, strict=True)) / sum(SIZES)
-
-
-def model(run) -> np.ndarray:
-    return run.server.tensors["model"].flat.numpy()
 
 
 def local_maps(curvatures: list[np.ndarray]) -> list[np.ndarray]:

@@ -11,53 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from prefed.core import Entry, Key, Layout, Method, Round, Tensors
-from prefed.merge import Aggregator, MergeConfig
-from prefed.methods import METHODS
+from prefed.core import Entry, Key, Layout, Round, Tensors
 from prefed.testing import Quadratic, simulate
+from quadratics import LINE, RATE, make, model, problem, weighted
 
-RATE, SIZES, EYE = 0.2, (1, 2, 5), np.eye(3)
-PLAIN = {
-    "optimizer": "sgd",
-    "clip": 0,
-    "weight_decay": 0,
-    "lr": RATE,
-    "local_steps": 4,
-    "batch_size": 64,
-    "accumulate": 1,
-    "schedule": "constant",
-}
-LINE = Layout((Entry("lora/0/q/B", (1, 3), "lora", 0, "B"),))
+EYE = np.eye(3)
 LATER = Round(9, 9, Key(0), {})
 """For a move that asks nothing of its round."""
 power = np.linalg.matrix_power
-
-
-def make(name: str, layout: Layout = LINE, **settings: object) -> Method:
-    kind = METHODS[name]
-    return kind.build(
-        kind.Settings(**{**PLAIN, **settings}), layout, Aggregator(MergeConfig(), layout, 1.0), 50
-    )
-
-
-def problem(
-    layout: Layout = LINE,
-) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, Quadratic], Tensors]:
-    """Three clients with full, different curvatures of eigenvalues in [0.3, 1.8], and SIZES pairs."""
-    draw, size = np.random.default_rng(5), layout.size
-    curvatures, optima, clients = [], [], {}
-    for number, pairs in enumerate(SIZES):
-        basis, _ = np.linalg.qr(draw.normal(size=(size, size)))
-        curvatures.append(basis @ np.diag(draw.uniform(0.3, 1.8, size)) @ basis.T)
-        optima.append(3 * draw.normal(size=size))
-        targets = Quadratic.at(list(optima[-1]), size=pairs).targets
-        clients[f"c{number}"] = Quadratic(targets, torch.from_numpy(curvatures[-1]))
-    return curvatures, optima, clients, Tensors(layout, torch.from_numpy(draw.normal(size=size)))
-
-
-def weighted(values: list[np.ndarray]) -> np.ndarray:
-    """Σ p_i v_i with p_i = n_i / Σ n_j."""
-    return sum(size * value for size, value in zip(SIZES, values, strict=True)) / sum(SIZES)
 
 
 def fixed_point(maps: list[np.ndarray], optima: list[np.ndarray]) -> np.ndarray:
@@ -65,10 +26,6 @@ def fixed_point(maps: list[np.ndarray], optima: list[np.ndarray]) -> np.ndarray:
     eye = np.eye(len(optima[0]))
     offsets = weighted([(eye - m) @ a for m, a in zip(maps, optima, strict=True)])
     return np.linalg.solve(eye - weighted(maps), offsets)
-
-
-def model(run) -> np.ndarray:
-    return run.server.tensors["model"].flat.numpy()
 
 
 def close(ours: Tensors | np.ndarray, theirs: np.ndarray, rtol: float = 1e-9) -> None:

@@ -11,7 +11,6 @@ from scipy.spatial.distance import jensenshannon
 
 from prefed.core import Key
 from prefed.data import DataConfig, build_dataset, statistics
-from prefed.data.partition import duplicate_mask
 from prefed.data.statistics import DatasetStatistics, dataset_statistics, gini
 from prefed.ui.pages.terminal import print_dataset_statistics
 from preferences import jsonl, pairs, tokenizer
@@ -154,15 +153,11 @@ table = st.integers(1, 30).flatmap(
 def test_overlaps_against_a_search(columns):
     """Oracle: compare every row with every other."""
     pair, side, who = columns
-    n = len(pair)
     same, other = pair[:, None] == pair[None, :], who[:, None] != who[None, :]
     opposite = side[:, None] != side[None, :]
     assert statistics.shared_mask(pair, who).tolist() == (same & other).any(1).tolist()
     contradictions = (same & other & opposite).any(1)
     assert statistics.contradiction_mask(pair, side, who).tolist() == contradictions.tolist()
-    earlier = np.tri(n, k=-1, dtype=bool)
-    duplicates = (same & ~other & ~opposite & earlier).any(1)
-    assert duplicate_mask(who, np.zeros_like(who), pair, side).tolist() == duplicates.tolist()
 
 
 @given(table, table)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from commands import prefed_
-from federating import Within, experiment, site_config
+from federating import Receipts, Within, experiment, site_config
 from prefed.config import ConfigError, Experiment, StopConfig, TrackConfig, to_toml
 from prefed.core import files
 from prefed.core.text import size
@@ -396,16 +396,6 @@ def test_a_missing_package_is_named(words, tmp_path, monkeypatch):
     monkeypatch.setattr("prefed.networks.federation.flare.find_spec", lambda name: None)
     shown = prefed_(*words, code=1)
     assert "pip install 'prefed[nvflare]'" in shown
-
-
-class Receipts:
-    """Nothing is kept: every client has its first state."""
-
-    def read(self, client):
-        return None
-
-    def stage(self, client, state):
-        raise AssertionError
 
 
 class Echo:

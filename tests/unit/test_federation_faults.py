@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from federating import Within, experiment, site_config
+from federating import Receipts, Within, experiment, site_config
 from prefed.engines.tasks import Task
 from prefed.networks.federation.audit_log import SentLog
 from prefed.networks.federation.federate import Terms, federate
@@ -17,13 +17,6 @@ from waiting import WATCHDOG
 from workers import CLIENTS
 
 JOINED = {"clients": {}, "versions": {}}
-
-
-class Receipts:
-    """Nothing is kept: every client has its first state."""
-
-    def read(self, client):
-        return None
 
 
 class Forgetful:
