@@ -227,6 +227,16 @@ def test_workers_with_two_devices_each_take_turns_over_pairs_of_them(monkeypatch
     assert [worker.device for worker in backend._idle] == ["0,1", "2,3", "0,1"]
 
 
+ON_TWO_GPUS = Experiment.model_validate(
+    {
+        "data": {"train": "nowhere.jsonl", "partition": {"by": "iid", "clients": 2}},
+        "model": {"name": "nothing"},
+        "method": "feddpo",
+        "engine": {"workers": 2, "devices": ["cuda:1", "cuda:2"]},
+    }
+)
+
+
 @pytest.mark.parametrize(
     ("count", "words"),
     [
@@ -236,26 +246,14 @@ def test_workers_with_two_devices_each_take_turns_over_pairs_of_them(monkeypatch
 )
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(monkeypatch, tmp_path, count, words):
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    tree = {
-        "data": {"train": "nowhere.jsonl", "partition": {"by": "iid", "clients": 2}},
-        "model": {"name": "nothing"},
-        "method": "feddpo",
-        "engine": {"workers": 2, "devices": ["cuda:1", "cuda:2"]},
-    }
     with pytest.raises(WorkerError, match=words):
-        run(Experiment.model_validate(tree), tmp_path / "run")
+        run(ON_TWO_GPUS, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_worker_gets_no_devices_that_it_does_not_see(tmp_path):
     """It sees one alone, which is its cuda:0."""
-    tree = {
-        "data": {"train": "a.jsonl", "partition": {"by": "iid", "clients": 2}},
-        "model": {"name": "m"},
-        "method": "feddpo",
-        "engine": {"workers": 2, "devices": ["cuda:1", "cuda:2"]},
-    }
-    text = json.loads(job_factory(Experiment.model_validate(tree), tmp_path).text)["experiment"]
+    text = json.loads(job_factory(ON_TWO_GPUS, tmp_path).text)["experiment"]
     assert "workers = 2" in text
     assert "devices" not in text
 

@@ -169,6 +169,9 @@ class TestRobust:
                 rule(values)
 
 
+DELTAS = [0.3, -1.2, 0.05, 2.0]
+
+
 class TestOptimizers:
     def run(self, name: str, deltas: list[float], **settings: float) -> list[float]:
         """Positions after each pseudo-gradient, from 1.0, in float64."""
@@ -178,6 +181,15 @@ class TestOptimizers:
         for delta in deltas:
             at, memory = step(config, at, at + delta, memory)
             path.append(at.flat.item())
+        return path
+
+    def of_torch(self, weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> list[float]:
+        """Where a gradient of −Δ takes a weight."""
+        path = []
+        for delta in DELTAS:
+            weight.grad = torch.tensor([-delta], dtype=torch.float64)
+            optimizer.step()
+            path.append(weight.item())
         return path
 
     def test_fedadam(self) -> None:
@@ -197,40 +209,26 @@ class TestOptimizers:
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     def test_fedavgm_is_torch_sgd(self, momentum: float) -> None:
         """SGD with momentum whose gradient is −Δ."""
-        deltas = [0.3, -1.2, 0.05, 2.0]
         weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-        optimizer, path = torch.optim.SGD([weight], lr=0.7, momentum=momentum), []
-        for delta in deltas:
-            weight.grad = torch.tensor([-delta], dtype=torch.float64)
-            optimizer.step()
-            path.append(weight.item())
-        assert self.run("fedavgm", deltas, lr=0.7, momentum=momentum) == pytest.approx(path, abs=1e-12)
+        path = self.of_torch(weight, torch.optim.SGD([weight], lr=0.7, momentum=momentum))
+        assert self.run("fedavgm", DELTAS, lr=0.7, momentum=momentum) == pytest.approx(path, abs=1e-12)
 
     def test_fedadagrad_is_torch_adagrad(self) -> None:
         """Adagrad from an accumulator of τ² with ε = τ; without momentum, as torch has it."""
-        deltas = [0.3, -1.2, 0.05, 2.0]
         weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
         optimizer = torch.optim.Adagrad([weight], lr=0.7, initial_accumulator_value=0.01**2, eps=0.01)
-        path = []
-        for delta in deltas:
-            weight.grad = torch.tensor([-delta], dtype=torch.float64)
-            optimizer.step()
-            path.append(weight.item())
-        ours = self.run("fedadagrad", deltas, lr=0.7, momentum=0.0, tau=0.01)
+        path = self.of_torch(weight, optimizer)
+        ours = self.run("fedadagrad", DELTAS, lr=0.7, momentum=0.0, tau=0.01)
         assert ours == pytest.approx(path, abs=1e-12)
 
     def test_fedadam_is_torch_rmsprop_without_momentum(self) -> None:
-        deltas = [0.3, -1.2, 0.05, 2.0]
         weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-        optimizer, path = torch.optim.RMSprop([weight], lr=0.7, alpha=0.9, eps=0.01), []
+        optimizer = torch.optim.RMSprop([weight], lr=0.7, alpha=0.9, eps=0.01)
         weight.grad = torch.zeros_like(weight)
         optimizer.step()  # creates the state, which torch starts from 0 and the paper from τ²
         optimizer.state[weight]["square_avg"].fill_(0.01**2)
-        for delta in deltas:
-            weight.grad = torch.tensor([-delta], dtype=torch.float64)
-            optimizer.step()
-            path.append(weight.item())
-        ours = self.run("fedadam", deltas, lr=0.7, momentum=0.0, beta2=0.9, tau=0.01)
+        path = self.of_torch(weight, optimizer)
+        ours = self.run("fedadam", DELTAS, lr=0.7, momentum=0.0, beta2=0.9, tau=0.01)
         assert ours == pytest.approx(path, abs=1e-12)
 
 
