@@ -347,7 +347,7 @@ import os, pathlib, signal, sys, time, types
 sys.platform = "a system where nothing is imported before the fork"
 sys.modules["prefed.ui.cli"] = types.SimpleNamespace(main=lambda: main_(sys.argv))
 """
-"""Before :data:`sweep_child.START`: ``main_`` is a command in the place of ``prefed``."""
+"""Before :data:`sweep_child.START`: ``main_`` is called instead of ``prefed``."""
 
 
 def with_processes(work):
@@ -381,8 +381,8 @@ def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
 
 
 def test_commands_of_one_process_share_nothing_but_imports(tmp_path, monkeypatch):
-    """What one changes, prints or dies of is its own; the next one is run all the same. 70,000 characters are
-    more than a pipe holds, and than a line may have in asyncio."""
+    """A command's globals, output and crash do not affect the next one. 70,000 characters are more than a
+    pipe holds, and than a line may have in asyncio."""
     as_command(
         monkeypatch,
         """
@@ -399,7 +399,7 @@ def test_commands_of_one_process_share_nothing_but_imports(tmp_path, monkeypatch
 
     async def three(processes):
         first = await processes.call(run, "first")
-        with pytest.raises(sweep_child.CommandError, match="status -9"):
+        with pytest.raises(sweep_child.CommandError, match="status -9: killed by signal 9"):
             await processes.call(run, "dies")
         return first, await processes.call(run, "last")
 
@@ -408,14 +408,25 @@ def test_commands_of_one_process_share_nothing_but_imports(tmp_path, monkeypatch
     assert last == ["1", first[1], "last", "x" * 70_000]
 
 
-def test_a_process_is_ready_for_a_fork(tmp_path):
-    """A thread would be missing in the fork, and locks that it held would stay locked."""
-    code = sweep_child.START.replace(
-        "for line in", "print(len(os.listdir('/proc/self/task')));sys.exit()\nfor line in"
-    )
+def test_a_process_that_cannot_start_says_why(tmp_path, monkeypatch):
+    """As where a library is broken: the error and the log have its last words, not the terminal."""
+    monkeypatch.setattr(sweep_child, "START", "raise ImportError('broken peft')")
+    run = toy_cells(tmp_path)[0].planned()[0]
+    with pytest.raises(sweep_child.CommandError, match="status 1: ImportError: broken peft"):
+        with_processes(partial(run_in_process, run))
+    assert run.side_file("log").read_text().endswith("ImportError: broken peft\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is imported before the fork")
+@pytest.mark.parametrize("build", ["", "import torch.version; torch.version.cuda = '13.0'"])
+def test_a_process_is_ready_for_a_fork(build):
+    """A thread would be missing in the fork, and locks that it held would stay locked. A GPU that a library
+    has asked for, as bitsandbytes does, would be lost in it."""
+    shown = "print(len(os.listdir('/proc/self/task')), 'peft' in sys.modules)\nsys.exit()\nfor line in"
+    code = f"{build}\n{sweep_child.START.replace('for line in', shown)}"
     words = [sys.executable, "-P", "-c", code]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    assert subprocess.run(words, capture_output=True, text=True, env=environment).stdout == "1\n"
+    assert subprocess.run(words, capture_output=True, text=True, env=environment).stdout == f"1 {not build}\n"
 
 
 def test_a_command_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):

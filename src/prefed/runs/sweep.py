@@ -448,6 +448,10 @@ class Sweep:
             pluralize(len(runs), "run", "runs"),
         )
         self.report(f"{', '.join(counts)}, {sum(run.finished for run in runs)} already finished")
+        async with self._processes:
+            return await self._grid(cells, runs)
+
+    async def _grid(self, cells: Sequence[SweepCell], runs: Sequence[SweepRun]) -> list[Chosen]:
         await self._all(runs)
         if self.failed or not cells[0].validation:
             return []
@@ -460,11 +464,13 @@ class Sweep:
         ]
         for each in chosen:
             self.report(f"selected on validation pairs: {each.cell.definition.name}")
-        await self._all([each.cell.run_of(seed, test=True) for each in chosen for seed in seeds])
+        await self._all(
+            [each.cell.run_of(seed, test=True) for each in chosen for seed in each.cell.table.seeds]
+        )
         return chosen
 
     async def _all(self, runs: Sequence[SweepRun]) -> None:
-        async with self._processes, asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             for run in runs:
                 group.create_task(self._attempt(run.out.name, partial(self._run, run, run.out.parent)))
 

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from prefed.config import Experiment, to_toml
 from prefed.core import files
+from prefed.core.openmp import openmp_settings
 from prefed.core.strict_settings import differing
 from prefed.runs.reference_cache import SHARED
 from prefed.train.metrics import COMPARED_METRICS
@@ -23,15 +25,15 @@ NEWCOMERS = "newcomer_accuracy"
 """The accuracy of clients that never trained, after the most local steps or pairs of ``[evaluate]``."""
 PACKAGE = Path(__file__).resolve().parents[1]
 START = """
-import gc, json, os, signal, sys, tempfile, threading
-from prefed.ui.cli import main
+import contextlib, gc, json, os, signal, sys, tempfile, threading
 
 child = 0
 
 def stop(number, frame):
-    if child:
-        os.kill(child, number)
-        os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        if child:
+            os.kill(child, number)
+            os.waitpid(child, 0)
     sys.exit()
 
 def end_with_the_parent():
@@ -40,8 +42,12 @@ def end_with_the_parent():
 
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+from prefed.ui.cli import main
 if sys.platform == "linux":  # libraries of macOS do not survive a fork
-    import peft, prefed.runs.evaluate, prefed.runs.run, prefed.ui.pages.terminal, rich.progress
+    import torch
+    # Nor does a library that has asked for a GPU, as bitsandbytes does when it is imported.
+    if not any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")):
+        import peft, prefed.runs.evaluate, prefed.runs.run, prefed.ui.pages.terminal, rich.progress
     gc.freeze()
 for line in iter(sys.stdin.readline, ""):
     words, environment, log = json.loads(line)
@@ -215,15 +221,15 @@ async def run_in_process(run: SweepRun, processes: CommandProcesses) -> None:
 
 
 class CommandProcesses:
-    """Processes that run ``prefed`` commands, as many as run at the same time; leaving the context ends them.
-
-    Attributes:
-        version: see :func:`code_version`; they import most of the code when they start.
-    """
+    """Processes that run ``prefed`` commands, as many as run at the same time; a context that ends them."""
 
     def __init__(self) -> None:
-        self.version = code_version()
         self._idle: list[asyncio.subprocess.Process] = []
+
+    @cached_property
+    def version(self) -> str:
+        """See :func:`code_version`; processes import most of the code when they start."""
+        return code_version()
 
     async def __aenter__(self) -> CommandProcesses:
         return self
@@ -243,10 +249,10 @@ class CommandProcesses:
         log = run.side_file("log")
         shared = os.environ.get(SHARED) or str(run.out.resolve().parent / "reference")
         request = json.dumps([words, {SHARED: shared}, str(log)])
-        process = self._idle.pop() if self._idle else await _start()
+        log.unlink(missing_ok=True)
+        process = self._idle.pop() if self._idle else await _start(log)
         assert process.stdin is not None
         assert process.stdout is not None
-        log.unlink(missing_ok=True)
         try:
             process.stdin.write(f"{request}\n".encode())
             answer = await process.stdout.readline()
@@ -263,20 +269,25 @@ class CommandProcesses:
         return output
 
 
-async def _start() -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        # -P: files in the working directory cannot shadow libraries.
-        *(sys.executable, "-P", "-c", START),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+async def _start(log: Path) -> asyncio.subprocess.Process:
+    """Start a process whose own errors, such as a missing library, go to ``log``."""
+    with log.open("ab") as errors:
+        return await asyncio.create_subprocess_exec(
+            # -P: files in the working directory cannot shadow libraries.
+            *(sys.executable, "-P", "-c", START),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **openmp_settings(), "OMP_NUM_THREADS": "1"},
+        )
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     """End a process; if it runs a command, that is asked to stop and awaited."""
     with suppress(ProcessLookupError):
         process.terminate()
+    if process.stdout is not None:
+        await process.stdout.read()  # else a process that still has output would wait for a reader
     await process.wait()
     if process.stdin is not None:
         process.stdin.close()
@@ -285,7 +296,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def _failure(run: SweepRun, status: int) -> CommandError:
     """The error of a command with this exit status, from its log."""
     log = run.side_file("log")
-    text = log.read_text("utf-8", "replace").strip() if log.exists() else "killed"
+    text = log.read_text("utf-8", "replace").strip() or f"killed by signal {-status}"
     last = text.rpartition("\n")[2]
     # The first line of an error has the reason; after a colon, the second has an example.
     _, found, message = f"\n{text}".rpartition("\nerror: ")
