@@ -13,5 +13,5 @@ def prefed_(*words, code=0):
 
 
 async def sweep_command(processes, run, *words):
-    """In the place of :meth:`prefed.runs.sweep_child.CommandProcesses.call`."""
+    """Instead of :meth:`prefed.runs.sweep_child.CommandProcesses.call`."""
     return prefed_(*words).encode()

@@ -244,8 +244,8 @@ class Closes(HashStore):
         return super().check(keys)
 
 
-def test_a_store_that_ends_after_the_last_word_of_a_peer_is_no_failure(brief):
-    """Peer 0 waits for no more than that word, so another heartbeat may find nobody."""
+def test_a_store_that_ends_after_the_last_heartbeat_of_a_peer_is_no_failure(brief):
+    """Peer 0 waits for no more than that, so another heartbeat may find nobody."""
     watch = watching(store := Closes(), rank=1)
     watch.leave("done")
     assert store.closed

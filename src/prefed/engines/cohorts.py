@@ -7,6 +7,9 @@ from typing import Literal
 
 from prefed.core import Key
 
+OFFENCES, ASIDE = "offences", "set_aside"
+"""Keys of a round's record: client → its number of bad uploads; the clients that are set aside."""
+
 
 def draw_cohort(key: Key, clients: int, size: int, sampling: Literal["fixed", "poisson"]) -> list[int]:
     """Draw the indices of a cohort, in ascending order.

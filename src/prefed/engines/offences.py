@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefed.core import Plain
-from prefed.engines.cohorts import ScheduledRound, Visit
+from prefed.engines.cohorts import ASIDE, OFFENCES, ScheduledRound, Visit
 from prefed.engines.job import Job
-
-OFFENCES, ASIDE = "offences", "set_aside"
-"""Keys of a round's record: client → its number of bad uploads; the clients that are set aside."""
 
 
 def set_aside(record: Mapping[str, Any] | None) -> frozenset[str]:

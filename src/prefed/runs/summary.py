@@ -20,6 +20,7 @@ from prefed.data import FederatedDataset
 from prefed.data.statistics import dataset_statistics
 from prefed.engines import ClientStates, Job
 from prefed.engines.backends import peak_memory_mb
+from prefed.engines.cohorts import ASIDE, OFFENCES
 from prefed.merge import lora
 from prefed.methods import METHODS
 from prefed.runs.data_notices import left_out_table
@@ -65,7 +66,7 @@ def summarize(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord], profil
         "seconds": totals["seconds"],
         "peak_memory_mb": max(totals["peak_memory_mb"], peak_memory_mb()),
         "dropped": int(totals["dropped"]),
-        **({"set_aside": {c: last["offences"][c] for c in last["set_aside"]}} if "set_aside" in last else {}),
+        **({ASIDE: {c: last[OFFENCES][c] for c in last[ASIDE]}} if ASIDE in last else {}),
         "clients": {
             client: {"train": sizes.train, "validation": sizes.validation, "test": sizes.test}
             for client, sizes in job.trainers.clients.items()

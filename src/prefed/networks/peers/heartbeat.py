@@ -282,7 +282,7 @@ class Watch:
     def _lost_store(self, why: str) -> None:
         self._storeless = True
         if self._announced:
-            return  # The peer that runs the store may end once all others have announced that they leave.
+            return  # This peer has announced that it leaves: it needs the store no longer.
         if self._host is None:
             self._judge(None, f"torchrun's store {why}")
         else:
