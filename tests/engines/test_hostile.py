@@ -11,7 +11,7 @@ import torch
 import toy
 from prefed.core import Download, Layout, State, Tensors
 from prefed.core.wire import decode_upload, encode
-from prefed.engines import InProcess, Job
+from prefed.engines import InProcess, Job, RoundError
 from prefed.engines.tasks import Task, run_task
 from prefed.merge import Aggregator, MergeConfig
 from prefed.methods import METHODS
@@ -373,6 +373,20 @@ def test_whatever_a_merge_raises_is_the_doing_of_uploads(tmp_path, count):
         assert all("the merge fails with ZeroDivisionError" in drop["reason"] for drop in record["dropped"])
     without, _, _ = play(tmp_path / "without", job(clients=6, untrained=bad))
     assert same(server, without)
+
+
+@pytest.mark.parametrize(
+    ("merge", "problem"),
+    [
+        (lambda merged: merged[0], "'train' returns State, not the server's next state with entries"),
+        (lambda merged: merged.update({}), "each upload alone, .* AttributeError: 'tuple' .* 'update'"),
+    ],
+)
+def test_a_merge_of_the_old_interface_is_the_methods_fault(tmp_path, merge, problem):
+    (exchange,) = (whole := job()).method.exchanges
+    old = replace(exchange, merge=lambda *arguments: merge(exchange.merge(*arguments)))
+    with pytest.raises(RoundError, match=problem):
+        play(tmp_path, replace(whole, method=replace(whole.method, exchanges=(old,))))
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "norm_clip"])

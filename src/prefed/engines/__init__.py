@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     )
     from prefed.engines.backends.processes import WorkerProcesses
     from prefed.engines.backends.ray import RayActors
-    from prefed.engines.base_rounds import RoundError
-    from prefed.engines.job import Job, TrainerFactory
+    from prefed.engines.job import Job, RoundError, TrainerFactory
     from prefed.engines.neighbours import NeighbourRounds
     from prefed.engines.server_rounds import ServerRounds
     from prefed.engines.tasks import ClientStates, Task, TaskResult, run_task

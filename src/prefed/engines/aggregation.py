@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prefed.core import Exchange, Merged, Plain, Round, State, Upload
+from prefed.engines.job import RoundError
 from prefed.merge import BadUpload, TooFewUploads, update_norm
+
+_MISTAKES = (AttributeError, NameError, TypeError)
+"""Errors of code. If each upload alone causes one, the method is at fault, and dropping uploads hides it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now:
 
     Uploads that are valid individually may still be incompatible, of very different size, or merge to
     infinity.
+
+    Raises:
+        RoundError: the merge returns no state and report, or has a mistake that no upload causes.
     """
     dropped: list[tuple[str, str]] = []
     while uploads:
@@ -46,6 +53,8 @@ def aggregate(server: State, uploads: Sequence[Upload], exchange: Exchange, now:
         if merged is not None:
             return Aggregation(merged[0], uploads, dropped, report=merged[1])
         if client not in {upload.client for upload in uploads}:
+            if not dropped and len(uploads) > 1:
+                _check_code(server, uploads, exchange, now)
             culprit = _culprit(server, uploads, exchange, now)
             client = culprit.client
             reason = f"{reason} after merging it; its update has norm {_size(culprit, server):.3g}"
@@ -61,20 +70,49 @@ def _merge(
 
     Raises:
         TooFewUploads: the merge rule needs more uploads.
+        RoundError: the merge returns no state and report.
     """
     try:
-        merged = exchange.merge(server, uploads, now)
+        merged: object = exchange.merge(server, uploads, now)
     except (TooFewUploads, MemoryError):
         raise
     except BadUpload as error:
         return None, error.reason, error.client
     except Exception as error:
         # Uploads are untrusted: no error that they cause may end the run.
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        cause = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
-        return None, f"the merge fails with {cause}", ""
-    broken = _broken(server, *merged)
-    return (merged, "", "") if broken is None else (None, f"the server's {broken!r} is NaN or infinite", "")
+        return None, f"the merge fails with {_cause(error)}", ""
+    match merged:
+        case State() as after, Mapping() as report:
+            broken = _broken(server, after, report)
+            reason = f"the server's {broken!r} is NaN or infinite"
+            return ((after, report), "", "") if broken is None else (None, reason, "")
+    raise RoundError(
+        f"the merge of exchange {exchange.name!r} returns {type(merged).__name__}, not the server's next "
+        "state with entries for the round log; see docs/adding-a-method.md"
+    )
+
+
+def _check_code(server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> None:
+    """Raise ``RoundError`` if merging each upload alone fails with one of :data:`_MISTAKES`."""
+    cause = ""
+    for upload in uploads:
+        try:
+            exchange.merge(server, [upload], now)
+        except _MISTAKES as error:
+            cause = _cause(error)
+        except Exception:
+            return
+        else:
+            return
+    raise RoundError(
+        f"the merge of exchange {exchange.name!r} fails for each upload alone, at last with {cause}; see "
+        "docs/adding-a-method.md"
+    )
+
+
+def _cause(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
 
 
 def _culprit(server: State, uploads: Sequence[Upload], exchange: Exchange, now: Round) -> Upload:

@@ -13,7 +13,7 @@ from prefed.core.wire import decode_state, encode
 from prefed.engines.backends import Backend, peak_memory_mb
 from prefed.engines.cohorts import ScheduledRound
 from prefed.engines.config import DIAGNOSE
-from prefed.engines.job import Job
+from prefed.engines.job import Job, RoundError
 from prefed.engines.tasks import ClientStates, Task, TaskResult
 from prefed.engines.validation import printable_reason, read_figures, read_upload
 from prefed.store import RunWriter
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from prefed.train.metrics import FederatedMetric
 
 NO_ANSWER = "no answer"
-
-
-class RoundError(RuntimeError):
-    """A round cannot be completed because clients do not answer. The run can be resumed."""
 
 
 @dataclass

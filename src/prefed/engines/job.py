@@ -41,6 +41,10 @@ PAIRS = "pairs/"
 """Prefix of a newcomer's metrics for which its latent taste is inferred from a number of pairs."""
 
 
+class RoundError(RuntimeError):
+    """A round cannot be completed: no client answers, or the merge is broken. The run can be resumed."""
+
+
 class JobError(ValueError):
     """A job is invalid.
 

@@ -58,10 +58,7 @@ def summarize(job: Job, writer: RunWriter, rounds: Sequence[RoundRecord], profil
         **_privacy(job, writer),
         **_best(job, writer, rounds),
         **({"personal": public} if public else {}),
-        "parameters": {
-            "trainable": trainable(job),
-            "communicated": int(totals["communicated"]),
-        },
+        "parameters": {"trainable": trainable(job), "communicated": int(totals["communicated"])},
         "bytes": {"up": int(totals["bytes_up"]), "down": int(totals["bytes_down"])},
         "seconds": totals["seconds"],
         "peak_memory_mb": max(totals["peak_memory_mb"], peak_memory_mb()),
