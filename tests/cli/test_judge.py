@@ -6,8 +6,10 @@ import re
 import shutil
 import stat
 from dataclasses import replace
+from inspect import signature
 from itertools import count
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from prefed.runs import responses
 from prefed.runs.judge import SAME, Comparison, summarize
 from prefed.runs.loaded_run import load_run
 from prefed.train.metrics.winrate import NothingJudgedError
+from prefed.ui.cli.app import complete_command
 
 pytest.importorskip("openai")
 
@@ -391,8 +394,9 @@ REFUSED = (
     (("--judge", "endpoint:m", "--url", "nowhere"), "--url must be http:// or https:// with a host", 1),
     (SERVED[:2], TOGETHER, 2),
     (SERVED[2:], TOGETHER, 2),
-    (("--responses-key", "AWS_KEY"), "'--responses-key': String should match", 2),
-    (("--timeout", "0"), "'--timeout': Input should be greater than 0", 2),
+    (("--responses-key", "AWS_KEY"), "'AWS_KEY' should be PREFED_…API_KEY or OPENAI_API_KEY", 2),
+    (("--timeout", "0"), "'--timeout': 0.0 should be greater than 0", 2),
+    (("--timeout", "nan"), "'--timeout': nan should be a finite number", 2),
 )
 
 
@@ -514,3 +518,12 @@ def test_an_alignment_names_the_url_of_its_judge(selectors, place, tmp_path, mon
     }
     for change, got in refusals.items():
         assert got in prefed_("align", run, "--stage", "labels", "--set", change, code=1)
+
+
+def test_options_made_from_settings_have_their_ranges_and_words():
+    """An open bound is in the help: Typer has closed ranges only."""
+    parameters = signature(complete_command("judge")).parameters
+    options = {name: get_args(each.annotation)[-1] for name, each in parameters.items() if name != "context"}
+    assert (options["parallel"].min, options["max_new_tokens"].min) == (1, 1)
+    assert options["timeout"].help.endswith("; above 0.")
+    assert (options["key"].metavar, options["taste"].metavar) == ("VARIABLE", "CLIENT|mean")

@@ -53,7 +53,7 @@ OPENAI_KEY = "OPENAI_API_KEY"
 KEY = r"^(PREFED_\w*API_KEY|OPENAI_API_KEY)$"
 _KEY_TEXT = (
     "environment variable with a server's key, which is never stored: OPENAI_API_KEY, which is sent only to "
-    "OpenAI and to servers on this machine, or PREFED_…API_KEY, which is sent to url"
+    "OpenAI and to servers on this machine, or PREFED_…API_KEY, which is sent to its URL"
 )
 
 

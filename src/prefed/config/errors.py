@@ -113,12 +113,20 @@ def _line(detail: ErrorDetails, keys: tuple[str, ...], root: type[BaseModel], tr
         context = detail["ctx"]
         tag = context["discriminator"].strip("'")
         return f"{name}.{tag} = {context['tag']!r}: should be one of {context['expected_tags']}"
-    message = re.sub("^(Value error, |Input |String |List )", "", detail["msg"])
-    message = re.sub(r"a valid dictionary( or instance of \w+)?", "a table", message)
-    value = detail["input"]
+    message, value = in_words(detail), detail["input"]
     if isinstance(value, Mapping | BaseModel) or not keys:
         return f"{name}: {message}" if name else message
     return f"{name} = {value!r}: {message}"
+
+
+def in_words(detail: ErrorDetails) -> str:
+    """What a value should be, e.g. "should be greater than 0"."""
+    if detail["type"] == "string_pattern_mismatch":
+        names = detail["ctx"]["pattern"].strip("^()$").replace(r"\w*", "…").replace("|", " or ")
+        if re.fullmatch("[A-Z_… or]+", names):
+            return f"should be {names}"
+    message = re.sub("^(Value error, |Input |String |List )", "", detail["msg"])
+    return re.sub(r"a valid dictionary( or instance of \w+)?", "a table", message)
 
 
 def _synonym(keys: Sequence[str], known: Collection[str], root: type[BaseModel]) -> str:

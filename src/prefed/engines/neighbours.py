@@ -12,8 +12,9 @@ import torch
 
 from prefed.core import Download, Exchange, Layout, Plain, Round, State, Tensors
 from prefed.core.wire import encode
-from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
+from prefed.engines.base_rounds import NO_ANSWER, Course, Tally
 from prefed.engines.cohorts import ScheduledRound
+from prefed.engines.job import RoundError
 from prefed.engines.tasks import Task
 from prefed.merge.mixing_matrices import Matrix, Mixed, matrix_graph, mean_row, mix, row_norms, without_edges
 from prefed.store import NodeFile

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from prefed.core import Download, Exchange, Plain, Round, State, Upload
 from prefed.core.wire import decode_state, encode
 from prefed.engines.aggregation import Aggregation, aggregate
-from prefed.engines.base_rounds import NO_ANSWER, Course, RoundError, Tally
+from prefed.engines.base_rounds import NO_ANSWER, Course, Tally
 from prefed.engines.cohorts import ScheduledRound, Visit
+from prefed.engines.job import RoundError
 from prefed.engines.tasks import Task
 from prefed.merge import from_newest
 

@@ -36,10 +36,14 @@ class Terms:
     federation: str
     sites: tuple[str, ...]
     wait: float = Field(default=120.0, ge=0, description="seconds to wait for all sites to connect")
-    at_least: int | None = Field(default=None, ge=1, description="sites needed after --wait; default: all")
+    at_least: int | None = Field(
+        default=None, ge=1, description="start after --wait with so many sites; default: all"
+    )
     visit: float = Field(default=600.0, ge=1, description="seconds for a site's task; then it is left out")
     most_clients: int = Field(default=10_000, ge=1, description="most clients that a site may declare")
-    most_pairs: int = Field(default=10_000_000, ge=1, description="most pairs that a client may have")
+    most_pairs: int = Field(
+        default=10_000_000, ge=1, description="most pairs, a client's weight, that a site may declare"
+    )
 
 
 def check_name(value: str) -> str:

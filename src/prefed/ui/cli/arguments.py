@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
+    from pydantic import ConfigDict
     from pydantic.fields import FieldInfo
 
 
@@ -22,26 +24,48 @@ class Fields:
     Attributes:
         settings: class of the settings, ``MODULE:NAME`` in prefed.
         names: names of the fields, each after ``OPTION=`` if its option has another name.
+        texts: option → its help, if not the field's description.
+        metavars: option → its metavar, if not the field's type.
         defaults: field → default, if not that of the settings.
     """
 
-    def __init__(self, settings: str, names: str, **defaults: object) -> None:
-        self.settings, self.defaults = settings, defaults
+    def __init__(
+        self,
+        settings: str,
+        names: str,
+        texts: Mapping[str, str] = MappingProxyType({}),
+        metavars: Mapping[str, str] = MappingProxyType({}),
+        **defaults: object,
+    ) -> None:
+        self.settings, self.texts, self.metavars, self.defaults = settings, texts, metavars, defaults
         words = (word.partition("=") for word in names.split())
         self.names = {option: name or option for option, _, name in words}
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         """One parameter per option, with the field's type, default, description and constraints."""
         module, _, name = self.settings.partition(":")
-        fields = getattr(import_module(f"prefed.{module}"), name).__pydantic_fields__
+        owner = getattr(import_module(f"prefed.{module}"), name)
         for option, name in self.names.items():
-            field = fields[name]
-            help = f"{field.description[0].upper()}{field.description[1:]}."
+            field = owner.__pydantic_fields__[name]
+            help = self.texts.get(option, f"{field.description[0].upper()}{field.description[1:]}.")
+            above, least, most = (
+                next((getattr(each, bound) for each in field.metadata if hasattr(each, bound)), None)
+                for bound in ("gt", "ge", "le")
+            )
+            if above is not None:  # typer has no open ranges
+                help = f"{help[:-1]}; above {above}."
+            details = typer.Option(
+                help=help,
+                metavar=self.metavars.get(option),
+                min=least,
+                max=most,
+                callback=_check(field, getattr(owner, "model_config", None)),
+            )
             yield inspect.Parameter(
                 option,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=self.defaults.get(name, field.default),
-                annotation=Annotated[field.annotation, typer.Option(help=help, callback=_check(field))],
+                annotation=Annotated[field.annotation, details],
             )
 
     def take(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -49,17 +73,20 @@ class Fields:
         return {name: values.pop(option) for option, name in self.names.items()}
 
 
-def _check(field: FieldInfo) -> Callable[[Any], Any]:
+def _check(field: FieldInfo, config: ConfigDict | None) -> Callable[[Any], Any]:
     """A callback of an option that checks its value as the settings do."""
     from pydantic import TypeAdapter, ValidationError
 
-    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field])  # type: ignore[arg-type]
+    checked: Any = Annotated[field.annotation, field]
+    adapter: TypeAdapter[Any] = TypeAdapter(checked, config=config)
 
     def check(value: Any) -> Any:
         try:
             return adapter.validate_python(value)
         except ValidationError as error:
-            raise typer.BadParameter(error.errors()[0]["msg"]) from None
+            from prefed.config.errors import in_words
+
+            raise typer.BadParameter(f"{value!r} {in_words(error.errors()[0])}") from None
 
     return check
 

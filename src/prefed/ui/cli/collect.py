@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from prefed.ui.cli.arguments import PromptColumn, Sampled
+from prefed.ui.cli.arguments import Fields, PromptColumn
 from prefed.ui.cli.errors_and_interrupts import UsageError, interruptible
 
 if TYPE_CHECKING:
@@ -60,7 +60,14 @@ def collect(
         ),
     ] = False,
     *,
-    how: Sampled,
+    how: Annotated[
+        dict[str, Any],
+        Fields(
+            "train.sampling:Sampling",
+            "max_new_tokens=max_tokens temperature top_p top_k",
+            {"temperature": "Temperature; above 0, so that the two responses differ."},
+        ),
+    ],
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Data type of the model's weights.")
     ] = "float32",

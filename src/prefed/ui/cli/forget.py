@@ -39,7 +39,18 @@ def forget(
         Path | None, typer.Option(help="For a run over sites, with --yes: the hub's folder.")
     ] = None,
     *,
-    terms: Annotated[dict[str, Any], Fields("networks.federation.config:Terms", "wait at_least visit")],
+    terms: Annotated[
+        dict[str, Any],
+        Fields(
+            "networks.federation.config:Terms",
+            "wait at_least visit",
+            {
+                "wait": "For a run over sites: seconds to wait for all to connect.",
+                "at_least": "For a run over sites: replay it after --wait with at least so many.",
+                "visit": "For a run over sites: timeout of a site's task in seconds.",
+            },
+        ),
+    ],
     yes: Annotated[bool, typer.Option("--yes", help="Do it. Without, only the plan is printed.")] = False,
     as_json: AsJson = False,
 ) -> None:

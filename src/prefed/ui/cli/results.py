@@ -238,6 +238,8 @@ def judge(
         Fields(
             "config.align:JudgeOptions",
             "template url key=key_variable timeout parallel judge_tokens taste",
+            {"taste": "The client with whose utility or taste to judge (utility; selectors with tastes)."},
+            {"key": "VARIABLE", "taste": "CLIENT|mean"},
         ),
     ],
     responses: Annotated[
@@ -252,7 +254,12 @@ def judge(
         str | None, typer.Option(metavar="URL", help="With --responses: the server's URL, including /v1.")
     ] = None,
     responses_key: Annotated[
-        dict[str, Any], Fields("config.align:EndpointConfig", "responses_key=key_variable")
+        dict[str, Any],
+        Fields(
+            "config.align:EndpointConfig",
+            "responses_key=key_variable",
+            metavars={"responses_key": "VARIABLE"},
+        ),
     ],
     sampling: Annotated[
         dict[str, Any],

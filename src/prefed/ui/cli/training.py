@@ -401,7 +401,17 @@ def align(
         typer.Option(metavar="A,B", help="With --hub: the sites whose clients judge (default: all)."),
     ] = None,
     *,
-    terms: Annotated[dict[str, Any], Fields("networks.federation.config:Terms", "wait visit")],
+    terms: Annotated[
+        dict[str, Any],
+        Fields(
+            "networks.federation.config:Terms",
+            "wait visit",
+            {
+                "wait": "With --hub: seconds to wait for all sites to connect.",
+                "visit": "With --hub: timeout of a client's task in seconds.",
+            },
+        ),
+    ],
 ) -> None:
     """Align a model with a finished run's selectors, on prompts only."""
     overrides = [*([f"align.prompts.path={json.dumps(prompts)}"] if prompts else []), *(overrides or [])]
