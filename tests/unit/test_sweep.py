@@ -364,14 +364,8 @@ def as_command(monkeypatch, text):
 
 def test_a_process_that_fails_says_why(tmp_path, monkeypatch):
     """Its last line is in the error, and all that it printed is kept."""
-    as_command(
-        monkeypatch,
-        """
-        def main_(words):
-            print("round 1/2", file=sys.stderr, flush=True)
-            sys.exit("error: no model")
-        """,
-    )
+    says = 'print("round 1/2", file=sys.stderr, flush=True); sys.exit("error: no model")'
+    as_command(monkeypatch, f"def main_(words): {says}")
     run = toy_cells(tmp_path)[0].planned()[0]
     with pytest.raises(sweep_child.CommandError, match=r"status 1: error: no model") as failed:
         with_processes(partial(run_in_process, run))
