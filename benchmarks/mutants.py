@@ -45,15 +45,21 @@ MUTANTS = tuple(
         ),
         (
             "train/pair_trainer.py",
-            'f"{kind}-{self._model[:12]}-{dataset',
-            'f"{kind}-{dataset',
+            "(model_digest(backbone, idle=False), dataset.tokens.fingerprint, clients)",
+            "(dataset.tokens.fingerprint, clients)",
             "unit/test_trainer_factory.py",
         ),
         (
             "train/pair_trainer.py",
-            "-{dataset.tokens.fingerprint[:12]}",
-            "",
+            "idle=False), dataset.tokens.fingerprint, clients)",
+            "idle=False), clients)",
             "unit/test_trainer_factory.py",
+        ),
+        (
+            "train/pair_trainer.py",
+            "dataset.tokens.fingerprint, clients)",
+            "dataset.tokens.fingerprint)",
+            "engines/test_experiment.py",
         ),
         (
             "train/pair_trainer.py",

@@ -120,7 +120,8 @@ def test_runs_that_share_a_folder_share_outputs_of_one_model_and_data_only(
     options: dict[str, Any] = {"family": "gpt2", **other}
     first = trainers("gpt2", CONTEXT, 1, cache=tmp_path)
     stored = first.score("a", first.initial, "test").reference
-    shared, alone = (trainers(longest=CONTEXT, cache=cache, **options) for cache in (tmp_path, None))
+    family = options.pop("family")
+    shared, alone = (trainers(family, CONTEXT, 1, cache=cache, **options) for cache in (tmp_path, None))
     rows = np.array([1])
     found, expected = (made.pair_trainer.score(made.initial, rows).reference for made in (shared, alone))
     assert np.array_equal(found, expected)
