@@ -390,7 +390,7 @@ MUTANTS = tuple(
             "store/commit.py",
             "files.digest(data) != digest",
             "not data",
-            "unit/test_store.py",
+            "unit/test_durability.py",
         ),
         (
             "align/judge/questions.py",
