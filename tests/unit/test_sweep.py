@@ -395,11 +395,14 @@ def test_commands_of_one_process_share_nothing_but_imports(tmp_path, monkeypatch
         first = await processes.call(run, "first")
         with pytest.raises(sweep_child.CommandError, match="status -9: killed by signal 9"):
             await processes.call(run, "dies")
-        return first, await processes.call(run, "last")
+        last = await processes.call(run, "last")
+        processes._idle[0].kill()
+        with pytest.raises(sweep_child.CommandError, match="status -9: killed by signal 9"):
+            await processes.call(run, "never")
+        return first, last
 
     first, last = (each.decode().split() for each in with_processes(three))
-    assert first == ["1", first[1], "first", "x" * 70_000]
-    assert last == ["1", first[1], "last", "x" * 70_000]
+    assert [first, last] == [["1", first[1], word, "x" * 70_000] for word in ("first", "last")]
 
 
 def test_a_process_that_cannot_start_says_why(tmp_path, monkeypatch):

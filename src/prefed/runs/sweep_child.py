@@ -249,7 +249,7 @@ class CommandProcesses:
         log = run.side_file("log")
         shared = os.environ.get(SHARED) or str(run.out.resolve().parent / "reference")
         request = json.dumps([words, {SHARED: shared}, str(log)])
-        log.unlink(missing_ok=True)
+        log.write_bytes(b"")
         process = self._idle.pop() if self._idle else await _start(log)
         assert process.stdin is not None
         assert process.stdout is not None
